@@ -1,0 +1,37 @@
+"""What the tracer needs of a job, whoever built it: a model on its mesh and one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A parallelised model, ready for one forward and backward.
+
+    Attributes:
+        name: model and flavor, for people.
+        model: already parallelised; its parameters are what is judged.
+        mesh: the world mesh with every dim named, dims of size 1 included; holds this process's rank.
+        batch_dims: mesh dims over which the batch varies (data and context parallel).
+        inputs: tensors that differ between the ranks of ``batch_dims`` (tokens, labels).
+        step: runs one forward and backward; leaves the gradients in ``.grad``.
+        device_type: "meta", "cpu" or "cuda".
+        backend: "fake", "gloo" or "nccl".
+        notes: what the reader of the report must know, whole sentences.
+    """
+
+    name: str
+    model: nn.Module
+    mesh: DeviceMesh
+    batch_dims: tuple[str, ...]
+    inputs: tuple[torch.Tensor, ...]
+    step: Callable[[], object]
+    device_type: str
+    backend: str
+    notes: tuple[str, ...] = ()
