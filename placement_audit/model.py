@@ -502,7 +502,7 @@ class Judgement:
 
 
 class Severity(StrEnum):
-    """Errors and warnings are findings; a note never changes the exit status."""
+    """Only errors change the exit status: a warning is about code that is right today by luck or by other means."""
 
     ERROR = "error"
     WARNING = "warning"

@@ -1,0 +1,102 @@
+"""Where in the code a call came from."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+from placement_audit.dtensor_api import CORE_DIRS, LOCAL_MAP_FILE, TORCH_DIR
+from placement_audit.model import CallSite
+
+_OWN_DIR = str(Path(__file__).parent) + "/"
+
+_CORE, _TORCH, _USER = 0, 1, 2
+
+_class_of: dict[CodeType, int] = {}
+
+RawSite = tuple[CodeType, int]
+"""A code object and a line: cheap to take, made into a `CallSite` at the end."""
+
+
+def _classify(code: CodeType) -> int:
+    name = code.co_filename
+    if name.startswith(("<", _OWN_DIR)) or name.startswith(CORE_DIRS):
+        return _CORE
+    if name.startswith(TORCH_DIR):
+        return _TORCH
+    return _USER
+
+
+def take(depth: int) -> tuple[RawSite | None, RawSite | None, bool]:
+    """The nearest places outside DTensor's core, and outside torch.
+
+    Args:
+        depth: frames to skip, 0 for the caller's.
+
+    Returns:
+        (first frame outside DTensor's core, first frame outside torch, whether `local_map` made the call).
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    site: RawSite | None = None
+    local_map = False
+    while frame is not None:
+        code = frame.f_code
+        kind = _class_of.get(code)
+        if kind is None:
+            kind = _class_of[code] = _classify(code)
+        if kind == _CORE:
+            local_map = local_map or (site is None and code.co_filename == LOCAL_MAP_FILE)
+        elif kind == _USER:
+            user = (code, frame.f_lineno)
+            return site or user, user, local_map
+        elif site is None:
+            site = (code, frame.f_lineno)
+        frame = frame.f_back
+    return site, None, local_map
+
+
+class SiteTable:
+    """Turns raw sites into `CallSite`s, each once."""
+
+    def __init__(self) -> None:
+        """Take the import path once: it is what paths are shortened by."""
+        roots = {str(Path(p or ".").resolve()) for p in sys.path}
+        self._roots = sorted((r + "/" for r in roots if r != "/"), key=len, reverse=True)
+        self._cwd = str(Path.cwd()) + "/"
+        self._made: dict[RawSite, CallSite] = {}
+
+    def get(self, raw: RawSite | None) -> CallSite:
+        """The `CallSite` of a raw site; a stand-in where there was none."""
+        if raw is None:
+            return CallSite(path="<unknown>", line=0, function="?")
+        made = self._made.get(raw)
+        if made is None:
+            made = self._made[raw] = self._make(*raw)
+        return made
+
+    def _make(self, code: CodeType, line: int) -> CallSite:
+        path, package = self._shorten(code.co_filename)
+        return CallSite(
+            path=path,
+            line=line,
+            function=code.co_name,
+            code_line=linecache.getline(code.co_filename, line).strip(),
+            package=package,
+        )
+
+    def _shorten(self, filename: str) -> tuple[str, str | None]:
+        """(path relative to the nearest import root or the working directory, package)."""
+        if not filename.startswith("/"):
+            filename = str(Path(filename).resolve()) if Path(filename).exists() else filename
+        in_site = "/site-packages/" in filename
+        if not in_site and filename.startswith(self._cwd):
+            return filename[len(self._cwd) :], None
+        for root in self._roots:
+            if filename.startswith(root):
+                short = filename[len(root) :]
+                top = short.split("/", 1)[0]
+                is_package = in_site or (Path(root) / top / "__init__.py").exists()
+                return short, top if is_package and "/" in short else None
+        return filename, None

@@ -1,0 +1,249 @@
+"""Job file -> `AuditConfig`: the user's torchtitan TOML, our table taken out of it and checked.
+
+torchtitan 0.2.x refuses a file with a table that it does not know, so `[placement_audit]` never
+reaches it: the file is read here, once, and the rest is handed on as a dict. No torch, no torchtitan.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from placement_audit.errors import ConfigError, UsageError
+
+TABLE = "placement_audit"
+"""Name of our table in a job file."""
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds without progress after which a rank counts as hung."""
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `[placement_audit]` table. Keys and types are the contract; `_EXPECTED` says them in words."""
+
+    job: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    world_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    timeout: Annotated[float, msgspec.Meta(gt=0)] = DEFAULT_TIMEOUT
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+_EXPECTED = {
+    "job": "the path of a torchtitan job file, as a string",
+    "world_size": "a whole number, 1 or more",
+    "timeout": "a number of seconds, more than 0",
+    "device": '"auto", "cpu" or "cuda"',
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnv:
+    """This process's place among processes that a launcher (torchrun) started.
+
+    Attributes:
+        rank: 0-based, over all machines.
+        local_rank: 0-based, on this machine.
+        world_size: processes, over all machines.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> RankEnv | None:
+        """Read torchrun's variables; None where this process was started alone.
+
+        Raises:
+            UsageError: a variable is no number, or the numbers contradict each other.
+        """
+        environ = os.environ if environ is None else environ
+        # All four: a lone RANK is left behind by many schedulers and says nothing about a launcher.
+        if not all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+            return None
+        numbers: dict[str, int] = {}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            text = environ.get(name, "0")
+            if not (text.isascii() and text.isdigit()):
+                raise UsageError(
+                    f"environment variable {name}: expected a whole number, as torchrun sets it; got {text!r}."
+                )
+            numbers[name] = int(text)
+        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+            raise UsageError(
+                f"environment variable RANK is {numbers['RANK']}, but WORLD_SIZE is {numbers['WORLD_SIZE']}: "
+                "ranks go from 0 to WORLD_SIZE - 1. Start with torchrun, or unset both to audit in one process."
+            )
+        return cls(rank=numbers["RANK"], local_rank=numbers["LOCAL_RANK"], world_size=numbers["WORLD_SIZE"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """What to audit, and how.
+
+    Attributes:
+        path: as given.
+        sha256: of the file's bytes; where the job sits in a file of its own, of both files' bytes in turn.
+        job: the torchtitan part.
+        job_path: the file that `job` came from; equals `path` unless the table names another.
+        overrides: torchtitan overrides (what followed ``--``).
+        world_size: ranks asked for; None to follow from the job.
+        timeout: seconds without progress after which a rank counts as hung.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    path: str
+    sha256: str
+    job: dict[str, Any]
+    job_path: str
+    overrides: tuple[str, ...] = ()
+    world_size: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    device: str = "auto"
+
+
+def near_miss(name: str, known: Iterable[str]) -> str:
+    """A hint " Did you mean 'x'?" for a near miss, else "".
+
+    Args:
+        name: what the user wrote.
+        known: what could have been meant.
+    """
+    folded = {k.lower().replace("-", "_"): k for k in known}
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
+    return f" Did you mean {folded[close[0]]!r}?" if close else ""
+
+
+def toml_text(value: object) -> str:
+    """A TOML value as a user would write it, cut to a readable length."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a table"
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def toml_type(value: object) -> str:
+    """TOML's name for the type of a value."""
+    match value:
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case int():
+            return "integer"
+        case float():
+            return "float"
+        case list():
+            return "array"
+        case dict():
+            return "table"
+        case _:
+            return type(value).__name__
+
+
+def _read(path: str, what: str) -> tuple[dict[str, Any], bytes]:
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. {what} must be a torchtitan job file (TOML).") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory. {what} must be a torchtitan job file (TOML).") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}.") from None
+    try:
+        return tomllib.loads(data.decode()), data
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start}); a job file is TOML.") from None
+    except tomllib.TOMLDecodeError as error:
+        reason = str(error)
+        raise ConfigError(f"{path}: broken TOML: {reason[:1].lower()}{reason[1:]}.") from None
+
+
+def _check_table(path: str, raw: object) -> _Table:
+    """Check every key, so that all mistakes are told at once."""
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{path}: {TABLE}: expected a table ([{TABLE}]), got {toml_text(raw)} ({toml_type(raw)})."
+        )
+    fields = {f.name: f.type for f in msgspec.structs.fields(_Table)}
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in fields:
+            hint = near_miss(key, fields) or f" Known keys: {', '.join(sorted(fields))}."
+            problems.append(f"{TABLE}.{key}: unknown key.{hint}")
+            continue
+        try:
+            values[key] = msgspec.convert(value, fields[key])
+            if isinstance(value, float) and not math.isfinite(value):
+                raise msgspec.ValidationError
+        except msgspec.ValidationError:
+            problems.append(
+                f"{TABLE}.{key}: expected {_EXPECTED[key]}; got {toml_text(value)} ({toml_type(value)})."
+            )
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    return _Table(**values)
+
+
+def load(
+    path: str,
+    *,
+    overrides: Iterable[str] = (),
+    world_size: int | None = None,
+    timeout: float | None = None,
+    device: str | None = None,
+) -> AuditConfig:
+    """Read a job file; what the command line gives beats what the file says.
+
+    Args:
+        path: a torchtitan job file, perhaps with our table, or a file with our table alone that names one.
+        overrides: torchtitan overrides.
+        world_size: from the command line; None where not given.
+        timeout: from the command line, in seconds; None where not given.
+        device: from the command line; None where not given.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or broken, or our table is wrong.
+    """
+    top, data = _read(path, "--config")
+    digest = hashlib.sha256(data)
+    table = _check_table(path, top.pop(TABLE, {}))
+    job, job_path = top, path
+    if table.job is not None:
+        if top:
+            raise ConfigError(
+                f"{path}: {TABLE}.job names another job file, but this file has torchtitan's "
+                f"{', '.join(f'[{name}]' for name in sorted(top))} too. Keep one: take out {TABLE}.job, "
+                "or move these tables to the file that it names."
+            )
+        job_path = str(Path(path).parent / table.job)
+        job, data = _read(job_path, f"{TABLE}.job in {path}")
+        digest.update(data)
+        if TABLE in job:
+            raise ConfigError(
+                f"{job_path}: has a [{TABLE}] table, and so has {path}, which names it. Keep one of them."
+            )
+    return AuditConfig(
+        path=path,
+        sha256=digest.hexdigest(),
+        job=job,
+        job_path=job_path,
+        overrides=tuple(overrides),
+        world_size=table.world_size if world_size is None else world_size,
+        timeout=table.timeout if timeout is None else timeout,
+        device=table.device if device is None else device,
+    )

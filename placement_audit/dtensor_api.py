@@ -1,0 +1,180 @@
+"""Every private torch name that placement-audit uses, in one place, with the versions it was seen in.
+
+Seen in torch 2.10.0 and 2.13.0 unless a line says otherwise. A torch upgrade should break this file and
+no other.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._redistribute as _redistribute
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from placement_audit.model import REPLICATE, Placement, PlacementKind
+
+__all__ = [
+    "CORE_DIRS",
+    "DTensor",
+    "TorchDispatchMode",
+    "collective_group_ranks",
+    "group_of",
+    "in_backward",
+    "in_recompute",
+    "local_of",
+    "placement_of",
+    "redistribute_hook",
+    "replaced_everywhere",
+    "spec_of",
+    "storage_key",
+]
+
+_TORCH_DIR = str(Path(torch.__file__).parent)
+
+CORE_DIRS: tuple[str, ...] = (
+    f"{_TORCH_DIR}/autograd/",
+    f"{_TORCH_DIR}/_ops.py",
+    f"{_TORCH_DIR}/_tensor.py",
+    f"{_TORCH_DIR}/utils/",
+    f"{_TORCH_DIR}/nn/modules/module.py",
+    f"{_TORCH_DIR}/distributed/_functional_collectives.py",
+    f"{_TORCH_DIR}/distributed/tensor/_",
+    f"{_TORCH_DIR}/distributed/tensor/placement_types.py",
+    f"{_TORCH_DIR}/distributed/tensor/experimental/_func_map.py",
+)
+"""Where DTensor's own machinery lives: never the place that a boundary is blamed on."""
+
+LOCAL_MAP_FILE = f"{_TORCH_DIR}/distributed/tensor/experimental/_func_map.py"
+"""A boundary call from here is `local_map`'s."""
+
+TORCH_DIR = _TORCH_DIR + "/"
+
+_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._wrapped.")
+"""Name parts that activation checkpointing, torch.compile and FSDP1 put into FQNs."""
+
+
+def clean_fqn(fqn: str) -> str:
+    """The name as the user's model has it, without wrapper parts."""
+    for prefix in _WRAPPER_PREFIXES:
+        fqn = fqn.replace(prefix, "")
+        if fqn == prefix[:-1]:
+            return ""
+        fqn = fqn.removesuffix("." + prefix[:-1])
+    return fqn
+
+
+def spec_of(x: DTensor) -> Any:
+    """The DTensorSpec: ``.mesh`` and ``.placements`` without the cost of the public properties."""
+    return x._spec
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """The plain tensor below a DTensor and an unfinished collective, without autograd."""
+    while True:
+        if isinstance(x, DTensor):
+            x = x._local_tensor
+        elif isinstance(x, AsyncCollectiveTensor):
+            x = x.elem
+        else:
+            return x
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """Address of the tensor's storage: views, saved tensors and in-place ops share it."""
+    return x.untyped_storage()._cdata
+
+
+def in_backward() -> bool:
+    """True inside a backward node. With grad mode on it is activation checkpointing's recompute."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def in_recompute() -> bool:
+    """True while activation checkpointing runs the forward again inside backward."""
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+@functools.lru_cache(maxsize=4096)
+def _placement(kind: str, tensor_dim: int | None, factor: int | None, op: str | None) -> Placement:
+    return Placement(PlacementKind(kind), tensor_dim, factor, op)
+
+
+def placement_of(p: TorchPlacement) -> Placement:
+    """Ours for torch's. `_StridedShard` is told by name: it is no subclass of Shard in every version."""
+    if p.is_replicate():
+        return REPLICATE
+    if p.is_partial():
+        return _placement("partial", None, None, str(p.reduce_op))
+    if type(p).__name__ == "_StridedShard":
+        return _placement("strided_shard", p.dim, int(p.split_factor), None)
+    return _placement("shard", p.dim, None, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def collective_group_ranks(name: str) -> tuple[int, ...]:
+    """World ranks of the group that a functional collective names."""
+    group = dist.distributed_c10d._resolve_process_group(name)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def group_of(arg: object) -> tuple[int, ...] | None:
+    """World ranks of a group as the c10d ops carry it (a script object), None if it is no group."""
+    if isinstance(arg, torch._C.ScriptObject):
+        try:
+            group = dist.ProcessGroup.unbox(arg)
+        except RuntimeError:
+            return None
+        return tuple(dist.get_process_group_ranks(group))
+    return None
+
+
+@contextmanager
+def replaced_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    """Rebind a function in every loaded module that imported it by name, and back again.
+
+    ``from torch.distributed.tensor import distribute_tensor`` copies the name, so that patching torch's
+    module alone would miss the callers that matter.
+    """
+    bound: list[tuple[Any, str]] = []
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            continue
+        for name in [n for n, value in names.items() if value is original]:
+            bound.append((module, name))
+            setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for module, name in bound:
+            setattr(module, name, original)
+
+
+def redistribute_hook(
+    after: Callable[[torch.Tensor, torch.Tensor, Any, Any], torch.Tensor],
+) -> Any:
+    """Call ``after(local, result, current_spec, target_spec)`` around every relabel that DTensor makes.
+
+    `redistribute_local_tensor` is the one door: explicit redistribute, the ones inside DTensor ops and the
+    ones in backward all go through it. What ``after`` returns takes the result's place.
+    """
+    original = _redistribute.redistribute_local_tensor
+
+    @functools.wraps(original)
+    def relabelled(local_tensor: torch.Tensor, current_spec: Any, target_spec: Any, **kwargs: Any) -> Any:
+        result = original(local_tensor, current_spec, target_spec, **kwargs)
+        if current_spec.placements == target_spec.placements:
+            return result
+        return after(local_tensor, result, current_spec, target_spec)
+
+    return replaced_everywhere(original, relabelled)

@@ -1,0 +1,275 @@
+"""Watches the boundary calls: `to_local`, `from_local`, `redistribute`, `full_tensor`, `distribute_tensor`.
+
+Wraps the public methods and hooks the autograd node that each call leaves behind. `local_map` is seen
+through the calls it makes. Holds no opinion: it notes what was declared, what arrived and what left, and
+lets the ledger know what a gradient became.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.tensor as dtensor_module
+from torch.distributed.tensor import DTensor
+
+from placement_audit import callsite, states
+from placement_audit.dtensor_api import (
+    in_backward,
+    local_of,
+    replaced_everywhere,
+    spec_of,
+    storage_key,
+)
+from placement_audit.flow import Flow, current_phase
+from placement_audit.model import REPLICATE, Layout, Phase, State, StateKind, TensorInfo
+
+_METHODS = ("to_local", "from_local", "redistribute", "full_tensor")
+
+
+@dataclass(slots=True)
+class RawCrossing:
+    """A gradient on its way through a boundary; filled by the two hooks."""
+
+    order: int
+    arrived: Layout | None
+    arrived_sid: int
+    tensor: TensorInfo
+    left: Layout | None = None
+    left_sid: int = 0
+
+
+@dataclass(slots=True)
+class RawBoundary:
+    """A boundary call while the step runs; `placement_audit.trace` freezes it."""
+
+    index: int
+    kind: str
+    phase: Phase
+    site: callsite.RawSite | None
+    user_site: callsite.RawSite | None
+    module_fqn: str
+    param_fqn: str | None
+    src: Layout | None = None
+    dst: Layout | None = None
+    declared: Layout | None = None
+    value_sid: int = 0
+    tensor: TensorInfo | None = None
+    grad: RawCrossing | None = field(default=None)
+
+
+class Interceptor:
+    """Records the boundary calls of one step.
+
+    Attributes:
+        boundaries: in call order.
+    """
+
+    def __init__(self, flow: Flow, module_fqn: Callable[[], str]) -> None:
+        """See the class.
+
+        Args:
+            flow: where states are kept.
+            module_fqn: tells the module whose forward is running.
+        """
+        self.boundaries: list[RawBoundary] = []
+        self._flow = flow
+        self._ledger = flow.ledger
+        self._world = flow.world
+        self._module_fqn = module_fqn
+        self._depth = 0
+        self._running: list[RawBoundary] = []
+        self._crossings = 0
+
+    @property
+    def running(self) -> RawBoundary | None:
+        """The boundary call, or the backward of one, that is running now."""
+        return self._running[-1] if self._running else None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Wrap the public methods for the duration."""
+        originals = {name: DTensor.__dict__[name] for name in _METHODS}
+        distribute = dtensor_module.distribute_tensor
+        with ExitStack() as stack:
+            stack.enter_context(replaced_everywhere(distribute, self._function("distribute_tensor", distribute)))
+            try:
+                for name, original in originals.items():
+                    plain = original.__func__ if isinstance(original, staticmethod) else original
+                    wrapper = self._function(name, plain)
+                    setattr(DTensor, name, staticmethod(wrapper) if isinstance(original, staticmethod) else wrapper)
+                yield
+            finally:
+                for name, original in originals.items():
+                    setattr(DTensor, name, original)
+
+    def _function(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or in_backward():
+                return original(*args, **kwargs)
+            return self._call(kind, original, args, kwargs)
+
+        wrapped.__name__ = wrapped.__qualname__ = kind
+        wrapped.__doc__ = original.__doc__
+        return wrapped
+
+    # ---- forward
+
+    def _call(self, kind: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        site, user_site, local_map = callsite.take(2)
+        x = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+        raw = RawBoundary(
+            index=len(self.boundaries),
+            kind="local_map" if local_map else kind,
+            phase=current_phase(),
+            site=site,
+            user_site=user_site,
+            module_fqn=self._module_fqn(),
+            param_fqn=self._flow.params.get(storage_key(local_of(x))),
+            src=self._layout(x),
+            value_sid=self._ledger.get(x),
+            tensor=_info(x),
+        )
+        self.boundaries.append(raw)
+        self._depth += 1
+        self._running.append(raw)
+        try:
+            out = original(*args, **kwargs)
+        finally:
+            self._running.pop()
+            self._depth -= 1
+        raw.dst = self._layout(out)
+        if raw.src is None and isinstance(out, DTensor):
+            self._flow.settle(out, [x], alone=True)
+        raw.declared = self._declared(raw, kwargs.get("grad_placements"), x, out)
+        if raw.param_fqn is not None and raw.phase is Phase.FORWARD:
+            self._flow.params[storage_key(local_of(out))] = raw.param_fqn
+        if out.grad_fn is not None and torch.is_grad_enabled():
+            self._hook(raw, out.grad_fn, kind)
+        return out
+
+    def _layout(self, x: torch.Tensor) -> Layout | None:
+        if not isinstance(x, DTensor):
+            return None
+        spec = spec_of(x)
+        return self._world.layout(spec.mesh, spec.placements)
+
+    def _declared(self, raw: RawBoundary, given: Any, x: Any, out: Any) -> Layout | None:
+        if given is None:
+            return None
+        mesh = spec_of(x if isinstance(x, DTensor) else out).mesh
+        return self._world.layout(mesh, tuple(given))
+
+    # ---- backward
+
+    def _hook(self, raw: RawBoundary, node: Any, kind: str) -> None:
+        def pre(grads: Any) -> None:
+            g = grads[0]
+            self._running.append(raw)
+            if g is not None:
+                raw.grad = RawCrossing(self._crossings, self._layout(g), self._ledger.get(g), _info(g))
+                self._crossings += 1
+
+        def post(outs: Any, _grads: Any) -> None:
+            if self._running and self._running[-1] is raw:
+                self._running.pop()
+            g = outs[0] if outs else None
+            if g is None or raw.grad is None:
+                return
+            raw.grad.left = self._layout(g)
+            if raw.src is not None and raw.dst is None:
+                self._into_dtensor(raw, g, kind)
+            elif raw.src is None:
+                self._out_of_dtensor(raw, g)
+            raw.grad.left_sid = self._ledger.get(g)
+
+        node.register_prehook(pre)
+        node.register_hook(post)
+
+    def _into_dtensor(self, raw: RawBoundary, g: torch.Tensor, kind: str) -> None:
+        """Backward of `to_local`: a plain gradient got a label. Blame the call where the label is false."""
+        crossing, src, left = raw.grad, raw.src, raw.grad.left if raw.grad else None
+        if crossing is None or src is None or left is None:
+            return
+        label = dict(zip(left.dims, left.placements, strict=True))
+        forward = dict(zip(src.dims, src.placements, strict=True))
+        dims = self._ledger.dims
+
+        def change(d: int, state: State) -> State:
+            primal = REPLICATE if kind == "full_tensor" else forward.get(dims[d])
+            placement = label.get(dims[d])
+            if primal is None or placement is None:
+                return state
+            if primal.is_partial and state.kind is StateKind.AMBIGUOUS:
+                # The gradient of a term of a sum is the sum's gradient: equal is complete here.
+                state = State(StateKind.INVARIANT, state.scale, state.blame)
+            if primal.is_shard and placement == primal:
+                return states.as_part(state)
+            if states.belies(placement, state):
+                return states.blamed(state, raw.index)
+            return state
+
+        sid = self._ledger.get(g)
+        self._ledger.put_alone(g, self._ledger.changed(sid, change))
+
+    def _out_of_dtensor(self, raw: RawBoundary, g: torch.Tensor) -> None:
+        """Backward of `from_local`: the gradient of a varying plain tensor is varying."""
+        crossing, dst = raw.grad, raw.dst
+        if crossing is None or dst is None:
+            return
+        forward = dict(zip(dst.dims, dst.placements, strict=True))
+        value = self._ledger.vector(raw.value_sid)
+        before = self._ledger.vector(crossing.arrived_sid)
+        dims = self._ledger.dims
+
+        def change(d: int, state: State) -> State:
+            placement = forward.get(dims[d])
+            if placement is None:
+                return state
+            if state.scale != before[d].scale and before[d].kind is StateKind.VARYING:
+                rescaled_by_label = self._declares_partial(raw, dims[d])
+                if rescaled_by_label:
+                    state = states.blamed(state, raw.index)
+            if placement.is_partial and self._declares_partial(raw, dims[d]):
+                return _term_of_a_term(before[d], self._world.sizes[d], raw.index)
+            if placement.is_partial and state.kind is StateKind.INVARIANT:
+                return State(StateKind.AMBIGUOUS, state.scale, state.blame)
+            if placement.is_shard:
+                return states.as_part(state)
+            if value[d].kind is StateKind.VARYING and state.kind is StateKind.INVARIANT:
+                return State(StateKind.AMBIGUOUS, state.scale, state.blame)
+            return state
+
+        sid = self._ledger.as_grad(self._ledger.get(g))
+        self._ledger.put_alone(g, self._ledger.changed(sid, change))
+
+    @staticmethod
+    def _declares_partial(raw: RawBoundary, mesh_dim: str) -> bool:
+        declared = raw.declared.on(mesh_dim) if raw.declared is not None else None
+        return declared is not None and declared.is_partial
+
+
+def _term_of_a_term(arrived: State, size: int, boundary: int) -> State:
+    """A value declared Partial, its gradient too: each rank's term should get the whole gradient.
+
+    What arrives complete is divided among the ranks; what arrives as a sum still to be made is passed on
+    with only this rank's term of it.
+    """
+    if arrived.kind is StateKind.INVARIANT:
+        scale = None if arrived.scale is None else arrived.scale / size
+        return states.blamed(State(StateKind.VARYING, scale, arrived.blame), boundary)
+    return states.blamed(State(StateKind.LOST, arrived.scale, arrived.blame), boundary)
+
+
+def _info(x: torch.Tensor) -> TensorInfo:
+    local = local_of(x)
+    return TensorInfo(
+        global_shape=tuple(x.shape),
+        local_shape=tuple(local.shape),
+        dtype=str(x.dtype).removeprefix("torch."),
+    )
+
+

@@ -1,0 +1,225 @@
+"""Trace in, report out: the verdict on every parameter and mesh dim. Pure; knows no torch.
+
+A verdict sets the label of a gradient (its placement) against its actual state (`placement_audit.states`).
+The rules that turn verdicts and boundaries into findings are in `placement_audit.rules`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+from placement_audit.model import (
+    REPLICATE,
+    Evidence,
+    Judgement,
+    Outcome,
+    ParamRecord,
+    Placement,
+    Report,
+    Severity,
+    State,
+    StateKind,
+    Trace,
+    Verdict,
+)
+from placement_audit.rules.boundary import boundary_findings
+from placement_audit.rules.gradient import gradient_findings
+
+BLIND_SPOTS = (
+    "A forward that is not what one device would compute (a mean over a local shard, a bias added on every rank "
+    "before a sum) leaves no mark in placements; only values show it.",
+    "A wrong divisor in the loss, or averaging what was already averaged, leaves no mark in placements; "
+    "only values show it.",
+    "Numbers that differ between ranks without being tensors (an offset taken from the rank) are not seen by "
+    "one rank's trace.",
+    "Readers of gradients (clipping, the optimizer) ran after the trace and were not judged.",
+)
+"""What a trace alone can't see; part of every traced report, so that it never reads as a clean bill."""
+
+_GOOD = (Verdict.OK, Verdict.DEFERRED)
+
+
+def judge(trace: Trace) -> Report:
+    """Judge a trace."""
+    baseline = {d: _baseline(trace, i, d) for i, d in enumerate(trace.mesh.dim_names)}
+    judgements = tuple(
+        _judgement(trace, p, i, d, baseline[d])
+        for p in trace.params
+        if p.requires_grad
+        for i, d in enumerate(trace.mesh.dim_names)
+    )
+    findings = (*gradient_findings(trace, judgements), *boundary_findings(trace, judgements))
+    order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
+    findings = tuple(sorted(findings, key=lambda f: (order[f.severity], f.rule_id)))
+    judged = any(j.verdict is not Verdict.NOT_JUDGED for j in judgements)
+    if any(f.severity is Severity.ERROR for f in findings):
+        outcome, status = Outcome.FINDINGS, 1
+    elif not judged:
+        outcome, status = Outcome.INCOMPLETE, 3
+    else:
+        outcome, status = Outcome.CLEAN, 0
+    return Report(
+        outcome=outcome,
+        exit_status=status,
+        judgements=judgements,
+        findings=findings,
+        blind_spots=BLIND_SPOTS,
+        trace=trace,
+    )
+
+
+def read_factor(label: Placement, state: State, size: int) -> Fraction | None:
+    """How many times the true gradient a reader gets who trusts the label; None where it is no multiple.
+
+    Args:
+        label: the gradient's placement on the mesh dim.
+        state: what it really is.
+        size: ranks along the mesh dim.
+    """
+    if state.scale is None or state.kind in (StateKind.MIXED, StateKind.LOST, StateKind.AMBIGUOUS):
+        return None
+    if state.kind is StateKind.ZERO:
+        return Fraction(1)
+    complete = state.kind is StateKind.INVARIANT
+    if label.is_partial:
+        if label.reduce_op == "avg":
+            return state.scale if complete else state.scale / size
+        return state.scale * size if complete else state.scale
+    if label.is_replicate and not complete:
+        return None
+    return state.scale
+
+
+def _baseline(trace: Trace, dim: int, name: str) -> Fraction:
+    """The scale that counts as right on a mesh dim.
+
+    1, or on a mesh dim that the batch is spread over the average's 1/n where most parameters have it: sum and
+    average can't be told apart by placements, only a parameter that differs from the others can.
+    """
+    if name not in trace.batch_dims:
+        return Fraction(1)
+    size = trace.mesh.shape[dim]
+    factors = Counter(
+        read_factor(_label(p, name), p.grad.state[dim], size) for p in trace.params if p.requires_grad and p.grad
+    )
+    average = Fraction(1, size)
+    return average if factors[average] > factors[Fraction(1)] else Fraction(1)
+
+
+def _label(p: ParamRecord, mesh_dim: str) -> Placement:
+    """The gradient's placement; a mesh dim outside its mesh, or a plain gradient, counts as Replicate."""
+    layout = p.grad.layout if p.grad is not None else None
+    return (layout.on(mesh_dim) if layout is not None else None) or REPLICATE
+
+
+def _judgement(trace: Trace, p: ParamRecord, dim: int, name: str, baseline: Fraction) -> Judgement:
+    size = trace.mesh.shape[dim]
+    placement = p.layout.on(name) if p.layout is not None else None
+    expected = placement or REPLICATE
+    if p.grad is None:
+        used = "the forward used it" if p.uses else "the forward did not use it"
+        return Judgement(
+            param_fqn=p.fqn,
+            mesh_dim=name,
+            verdict=Verdict.NO_GRADIENT,
+            placement=placement,
+            expected=expected,
+            observed=None,
+            factor=None,
+            reason=f"backward left no gradient, and {used}",
+            path=(),
+            evidence=(Evidence(strength="traced", statement=f".grad is None after backward; {used}"),),
+        )
+    state = p.grad.state[dim]
+    label = _label(p, name)
+    factor = read_factor(label, state, size)
+    verdict, reason = _verdict(trace, p, name, expected, label, state, factor, baseline, size)
+    return Judgement(
+        param_fqn=p.fqn,
+        mesh_dim=name,
+        verdict=verdict,
+        placement=placement,
+        expected=expected,
+        observed=label if p.grad.layout is not None and p.grad.layout.on(name) is not None else None,
+        factor=factor,
+        reason=reason,
+        path=state.blame,
+        evidence=(Evidence(strength="traced", statement=describe(label, state, factor, name, size)),),
+    )
+
+
+def _verdict(
+    trace: Trace,
+    p: ParamRecord,
+    name: str,
+    expected: Placement,
+    label: Placement,
+    state: State,
+    factor: Fraction | None,
+    baseline: Fraction,
+    size: int,
+) -> tuple[Verdict, str]:
+    foreign = [d for d in (p.layout.dims if p.layout else ()) if d not in trace.mesh.dim_names]
+    if foreign:
+        return Verdict.NOT_JUDGED, f"the parameter's mesh has a dim over {foreign[0]}, which is no dim of the world mesh"
+    if label.is_shard and label != expected:
+        return Verdict.WRONG_PLACEMENT, f"the gradient is {label}, the parameter {expected}"
+    if state.kind is StateKind.AMBIGUOUS:
+        return Verdict.NOT_JUDGED, (
+            "a value equal on all ranks, or one added to a per-rank term, was declared Partial: whether the gradient "
+            "is complete or one of its terms is for values to decide"
+        )
+    if state.kind is StateKind.LOST:
+        return Verdict.LOST_REDUCTION, f"some of the {size} ranks' terms were dropped before they were summed"
+    if state.kind is StateKind.MIXED:
+        if label.is_partial:
+            return Verdict.DOUBLE_REDUCTION, "a complete part and a per-rank part were added up; summing counts the first twice"
+        return Verdict.LOST_REDUCTION, "a complete part and a per-rank part were added up; the second was not summed"
+    if state.scale is None:
+        return Verdict.WRONG_SCALE, "parts of different scale were added up"
+    if factor is None:
+        if _declared_replicate_while_varying(trace, p, name):
+            return Verdict.RANKS_DISAGREE, "the parameter itself was declared Replicate while its value varies"
+        rest = "" if state.scale == 1 else f", and it is scaled by {state.scale}"
+        return Verdict.LOST_REDUCTION, f"each of the {size} ranks holds its own term, nothing summed them{rest}"
+    if factor == baseline:
+        if label.is_partial:
+            return Verdict.DEFERRED, "right once reduced: whoever reads .grad must sum it over this mesh dim"
+        if expected.is_shard and label.is_replicate:
+            return Verdict.OK, "complete on every rank, although the parameter is a shard"
+        return Verdict.OK, "average over the batch's mesh dim" if factor != 1 else "complete"
+    if factor > 1:
+        return Verdict.DOUBLE_REDUCTION, f"{factor} times the true gradient"
+    return Verdict.WRONG_SCALE, f"{factor} times the true gradient" + (
+        "" if baseline == 1 else f" where the other parameters have {baseline}"
+    )
+
+
+def _declared_replicate_while_varying(trace: Trace, p: ParamRecord, name: str) -> bool:
+    dim = trace.mesh.dim_names.index(name)
+    for i in p.boundaries:
+        b = trace.boundaries[i]
+        there = b.dst.on(name) if b.src is None and b.dst is not None else None
+        if there is not None and there.is_replicate and b.value_state[dim].kind is StateKind.VARYING:
+            return True
+    return False
+
+
+def describe(label: Placement, state: State, factor: Fraction | None, mesh_dim: str, size: int) -> str:
+    """One sentence on a gradient: its label, what it really is, what a reader gets."""
+    ranks = f'the {size} "{mesh_dim}" ranks'
+    match state.kind:
+        case StateKind.INVARIANT | StateKind.ZERO:
+            what = f"{ranks} hold the same gradient"
+        case StateKind.VARYING:
+            what = f"{ranks} each hold their own part"
+        case StateKind.AMBIGUOUS:
+            what = f"{ranks} hold equal gradients of a value that was declared Partial"
+        case StateKind.MIXED:
+            what = f"{ranks} hold a complete part plus a part of their own"
+        case _:
+            what = f"terms of {ranks} were dropped"
+    scale = "" if state.scale in (1, None) else f", scaled by {state.scale}"
+    read = "" if factor is None or factor == 1 else f"; read so, it is {factor} times the true gradient"
+    return f"{what}{scale}; its label is {label}{read}"

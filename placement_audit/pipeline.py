@@ -1,0 +1,157 @@
+"""Build, trace, judge, in that order, inside one rank; fills in what ran and how long each phase took."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import placement_audit
+from placement_audit.config import AuditConfig, RankEnv
+from placement_audit.errors import AuditError, IncompleteError
+from placement_audit.failure import Failure
+from placement_audit.model import Report, RunRecord
+from placement_audit.progress import PROGRESS
+
+if TYPE_CHECKING:
+    from placement_audit.case import Case
+
+
+def _silent(phase: str, seconds: float | None) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to run, apart from what.
+
+    Attributes:
+        verbose: let torchtitan log and torch warn.
+        rank_env: this process's place under torchrun; None alone.
+        tell: called with each phase's name, and None when it begins or its seconds when it ends.
+    """
+
+    verbose: bool = False
+    rank_env: RankEnv | None = None
+    tell: Callable[[str, float | None], None] = _silent
+
+
+@contextmanager
+def quiet(verbose: bool = False) -> Iterator[None]:
+    """Silence torchtitan's log and torch's warnings; torchtitan logs to the root logger."""
+    if verbose:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def run(config: AuditConfig, options: Options | None = None) -> Report:
+    """Audit one job in this process.
+
+    Args:
+        config: see `placement_audit.config.load`.
+        options: see `Options`.
+
+    Returns:
+        The report; `RunRecord.phases` has the seconds of each phase.
+
+    Raises:
+        BuildError, ConfigError: the job cannot be built as configured.
+        IncompleteError: the model failed, or nothing was there to audit.
+    """
+    options = options or Options()
+    phases: list[tuple[str, float]] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        PROGRESS.phase(name)
+        options.tell(name, None)
+        start = time.perf_counter()
+        yield
+        phases.append((name, round(time.perf_counter() - start, 3)))
+        options.tell(*phases[-1])
+
+    with quiet(options.verbose):
+        with phase("build"):
+            from placement_audit.build import build
+
+            case = build(config, rank_env=options.rank_env)
+        _check_case(case)
+        with phase("trace"):
+            from placement_audit.trace import trace_step
+
+            try:
+                trace = trace_step(case, _run_record(config, case), PROGRESS.note)
+            except AuditError:
+                raise
+            except Exception as error:
+                raise _failed(error, case, alone=options.rank_env is None) from error
+        with phase("judge"):
+            from placement_audit.judge import judge
+
+            report = judge(trace)
+    if not report.judgements:
+        raise IncompleteError(f"audited nothing: {case.name} has no trainable parameter.")
+    record = replace(report.trace.run, phases=tuple(phases))
+    return replace(report, trace=replace(report.trace, run=record))
+
+
+def _run_record(config: AuditConfig, case: Case) -> RunRecord:
+    from placement_audit.build import versions
+
+    return RunRecord(
+        tool_version=placement_audit.__version__,
+        versions=versions(),
+        model=case.name,
+        config_path=config.path,
+        config_sha256=config.sha256,
+        overrides=config.overrides,
+        world_size=case.mesh.size(),
+        backend=case.backend,
+        device_type=case.device_type,
+        evidence=("traced",),
+        notes=case.notes,
+        phases=(),
+    )
+
+
+def _check_case(case: Case) -> None:
+    if case.mesh.size() == 1:
+        raise IncompleteError(
+            f"audited nothing: {case.name} runs on 1 rank, so no gradient needs a reduction. Give the job a degree "
+            "of 2 or more (parallelism.tensor_parallel_degree, data_parallel_shard_degree), or --world-size."
+        )
+
+
+def _failed(error: Exception, case: Case, *, alone: bool) -> IncompleteError:
+    """The model's own error, and where it was."""
+    modules = {id(m): fqn for fqn, m in case.model.named_modules()}
+    failure = Failure(error, modules)
+    if failure.ours:
+        return IncompleteError(
+            f"placement-audit itself failed while it traced {case.name}: {failure.what} ({failure.place}). "
+            "This is a fault of placement-audit, not of the job; --verbose shows the traceback.",
+            details=failure.details,
+        )
+    phase = "backward" if failure.backward else "forward"
+    module = f', module "{failure.module}"' if failure.module else ""
+    hint = ""
+    if alone and case.device_type == "meta":
+        hint = (
+            "\nThe tensors were on the meta device, which has shapes and no values. If the model reads values "
+            "(.item(), .tolist()), audit it with --device cpu, or on real ranks under torchrun."
+        )
+    return IncompleteError(
+        f"{case.name} failed in {phase}{module}: {failure.what} ({failure.place}).{hint}", details=failure.details
+    )

@@ -1,0 +1,42 @@
+"""Builds a `Finding`: rule metadata and a fingerprint that outlives line shifts and rewording."""
+
+from __future__ import annotations
+
+import hashlib
+
+from placement_audit.model import Evidence, Finding, PathStep
+from placement_audit.rules.catalogue import get_rule
+
+
+def make_finding(
+    rule_id: str,
+    *,
+    param_fqn: str | None,
+    module_fqn: str,
+    mesh_dim: str,
+    message: str,
+    expected: str,
+    observed: str,
+    evidence: tuple[Evidence, ...],
+    path: tuple[PathStep, ...],
+    next_step: str,
+) -> Finding:
+    """A finding with its rule's name and severity; see `Finding` for the arguments."""
+    rule = get_rule(rule_id)
+    place = (path[0].kind, path[0].call_site.path, path[0].call_site.code_line) if path else ("", "", "")
+    stable = "\0".join((rule_id, param_fqn or "", "" if param_fqn else module_fqn, mesh_dim, *place))
+    return Finding(
+        rule_id=rule.id,
+        rule_name=rule.name,
+        severity=rule.severity,
+        param_fqn=param_fqn,
+        module_fqn=module_fqn,
+        mesh_dim=mesh_dim,
+        message=message,
+        expected=expected,
+        observed=observed,
+        evidence=evidence,
+        path=path,
+        next_step=next_step,
+        fingerprint=hashlib.sha256(stable.encode()).hexdigest()[:16],
+    )

@@ -1,0 +1,193 @@
+"""PA2xx and PA401: findings about what a parameter's gradient turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from placement_audit.model import (
+    Boundary,
+    Collective,
+    Finding,
+    Judgement,
+    ParamRecord,
+    PathStep,
+    Phase,
+    Placement,
+    State,
+    StateKind,
+    Trace,
+    Verdict,
+)
+from placement_audit.rules.finding import make_finding
+from placement_audit.states import belies
+
+_RULE_OF = {
+    Verdict.LOST_REDUCTION: "PA201",
+    Verdict.DOUBLE_REDUCTION: "PA202",
+    Verdict.WRONG_SCALE: "PA203",
+    Verdict.WRONG_PLACEMENT: "PA204",
+    Verdict.RANKS_DISAGREE: "PA205",
+    Verdict.NO_GRADIENT: "PA206",
+}
+
+
+def gradient_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterator[Finding]:
+    """All findings about parameters of a judged trace."""
+    params = {p.fqn: p for p in trace.params}
+    reductions: dict[int, list[Collective]] = {}
+    for c in trace.collectives:
+        if (
+            c.phase is Phase.BACKWARD
+            and c.boundary is not None
+            and c.name in ("all_reduce", "reduce_scatter")
+        ):
+            reductions.setdefault(c.boundary, []).append(c)
+    first_dim = trace.mesh.dim_names[:1]
+    for j in judgements:
+        rule_id = _RULE_OF.get(j.verdict)
+        if rule_id is None:
+            continue
+        if j.verdict is Verdict.NO_GRADIENT and j.mesh_dim not in first_dim:
+            continue  # one finding a parameter: no gradient is no gradient on every mesh dim
+        p = params[j.param_fqn]
+        path = _path(trace, p, j, reductions)
+        yield make_finding(
+            rule_id,
+            param_fqn=j.param_fqn,
+            module_fqn=j.param_fqn.rpartition(".")[0],
+            mesh_dim=j.mesh_dim,
+            message=f"{j.verdict}: {j.reason}",
+            expected=_in_words(j.expected, j.mesh_dim, summed=True),
+            observed=_observed(j),
+            evidence=j.evidence,
+            path=path,
+            next_step=_next_step(j, path),
+        )
+
+
+def _in_words(placement: Placement, mesh_dim: str, *, summed: bool) -> str:
+    return f"{placement} on {mesh_dim}" + (f", summed over {mesh_dim} once" if summed else "")
+
+
+def _observed(j: Judgement) -> str:
+    if j.verdict is Verdict.NO_GRADIENT:
+        return "no gradient"
+    label = str(j.observed) if j.observed is not None else "a plain tensor (counts as Replicate())"
+    what = {
+        Verdict.LOST_REDUCTION: f"not summed over {j.mesh_dim}",
+        Verdict.DOUBLE_REDUCTION: f"summed over {j.mesh_dim} once too often",
+        Verdict.RANKS_DISAGREE: "different on its ranks",
+    }.get(j.verdict)
+    factor = f"{j.factor} times the true gradient" if j.factor not in (None, 1) else None
+    return ", ".join(x for x in (f"{label} on {j.mesh_dim}", what, factor) if x)
+
+
+# --------------------------------------------------------------------------- the places
+
+
+def _path(
+    trace: Trace, p: ParamRecord, j: Judgement, reductions: dict[int, list[Collective]]
+) -> tuple[PathStep, ...]:
+    """The blamed calls, the cause first, then the partner on the parameter's own way."""
+    dim = trace.mesh.dim_names.index(j.mesh_dim)
+    steps = [
+        PathStep(
+            role=("cause: " if n == 0 else "") + _role(trace.boundaries[i], dim, j.mesh_dim),
+            kind=trace.boundaries[i].kind,
+            call_site=trace.boundaries[i].call_site,
+            boundary=i,
+        )
+        for n, i in enumerate(j.path)
+    ]
+    named = set(j.path)
+    for i in p.boundaries:
+        b = trace.boundaries[i]
+        partner = None if i in named else _partner(b, dim, j, reductions.get(i, []))
+        if partner is not None:
+            steps.append(PathStep(role=partner, kind=b.kind, call_site=b.call_site, boundary=i))
+    if not steps:
+        # Nothing on the way is to blame: the reduction that is due stands nowhere. Say where the use is.
+        steps += [
+            PathStep(
+                role=f"used here by {u.op}; nothing reduces its gradient",
+                kind="op",
+                call_site=u.call_site,
+                boundary=-1,
+            )
+            for u in p.uses[:1]
+        ]
+    return tuple(steps)
+
+
+def _role(b: Boundary, dim: int, mesh_dim: str) -> str:
+    """What a blamed boundary did to the gradient."""
+    if b.grad is None:
+        return "changed the gradient"
+    arrived, left = b.grad.arrived_state[dim], b.grad.left_state[dim]
+    label = b.grad.left.on(mesh_dim) if b.grad.left is not None else None
+    if label is not None and belies(label, left):
+        return f"labels the gradient {label} although it is {_really(left)}"
+    if label is not None and label.is_partial and StateKind.VARYING is left.kind and arrived.blame:
+        return f"labels the gradient {label}, which makes up for the label before"
+    if arrived.scale != left.scale:
+        ratio = (
+            f"{left.scale / arrived.scale}" if left.scale is not None and arrived.scale else "another scale"
+        )
+        return f"changes the gradient's placement and scales it by {ratio}"
+    return "passes the gradient on"
+
+
+def _really(state: State) -> str:
+    match state.kind:
+        case StateKind.INVARIANT:
+            return "already complete and equal on all ranks"
+        case StateKind.VARYING:
+            return "each rank's own term"
+        case StateKind.MIXED:
+            return "a complete part plus a per-rank term"
+        case _:
+            return "incomplete"
+
+
+def _partner(b: Boundary, dim: int, j: Judgement, ran: list[Collective]) -> str | None:
+    """The other half of a pair: who reduced already, or who left it to a later label."""
+    if b.grad is None:
+        return None
+    if j.verdict is Verdict.DOUBLE_REDUCTION:
+        for c in ran:
+            if j.mesh_dim in c.mesh_dims:
+                return f"already reduced it: {c.name} over {j.mesh_dim} in this call's backward, {c.numel} elements {c.dtype}"
+    declared = b.grad_declared.on(j.mesh_dim) if b.grad_declared is not None else None
+    if j.verdict is Verdict.LOST_REDUCTION and b.src is None and declared is not None and declared.is_partial:
+        if b.grad.left_state[dim].kind is StateKind.VARYING:
+            return (
+                "hands the gradient on unreduced (grad_placements Partial), so that a later label must say so"
+            )
+    return None
+
+
+def _next_step(j: Judgement, path: tuple[PathStep, ...]) -> str:
+    cause = path[0].kind if path and path[0].boundary >= 0 else None
+    mesh_dim = j.mesh_dim
+    match j.verdict:
+        case Verdict.LOST_REDUCTION if cause in ("to_local", "full_tensor"):
+            return f'give this {cause} grad_placements with Partial() on "{mesh_dim}"; explain PA201 for more'
+        case Verdict.LOST_REDUCTION if cause == "local_map":
+            return f'give this local_map in_grad_placements with Partial() on "{mesh_dim}"'
+        case Verdict.LOST_REDUCTION:
+            return f'make the parameter a DTensor that is Replicate() on "{mesh_dim}", or all-reduce its gradient there'
+        case Verdict.DOUBLE_REDUCTION if len(path) > 1:
+            return (
+                f'take Partial() on "{mesh_dim}" out of the first call\'s grad_placements, '
+                "or give the same grad_placements to the second"
+            )
+        case Verdict.DOUBLE_REDUCTION:
+            return f'take one of the reductions over "{mesh_dim}" out'
+        case Verdict.WRONG_SCALE:
+            return f'check the calls above: one divides by the size of "{mesh_dim}" what was not summed, or averages'
+        case Verdict.WRONG_PLACEMENT:
+            return "redistribute the gradient to the parameter's placement before it is read"
+        case Verdict.RANKS_DISAGREE:
+            return f'declare the parameter\'s real placement on "{mesh_dim}"'
+        case _:
+            return "check for detach, no_grad or an unused branch between the parameter and the loss"

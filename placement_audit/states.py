@@ -1,0 +1,198 @@
+"""The algebra of states: what a value or a gradient really is along one mesh dim.
+
+A placement is a claim. This module computes the other side of the comparison, the fact, from nothing
+but the dataflow: which tensors went into an op, which collective ran over which mesh dim, which relabel
+moved what. It is pure: no torch, no parameter names, no versions.
+
+States of a value (forward): *invariant*, all ranks along the mesh dim hold the same value; *varying*, they
+need not.
+
+States of a gradient (backward), for the gradient of a tensor that is
+
+- invariant: *invariant*, complete and equal on all ranks; *varying*, each rank holds its own term and the
+  truth is the sum over the ranks (torch's Partial); *mixed*, a complete part and a per-rank part were added
+  up, so that no single label is right;
+- varying (each rank its own part, a shard or a term of a sum): *varying*, its own part's gradient.
+
+*Ambiguous* is a gradient that a value declared Partial received: equal on all ranks, although each rank's
+value was its own term. For a replicated parameter that fed it, equal may mean complete (the forward counted
+it once by other means) or one term of a sum (it divided by the mesh dim's size): only values decide.
+*Lost* is a gradient some of whose terms were thrown away (a sum over ranks that was cut into shards before
+it was summed); nothing downstream can mend it. *Zero* adds nothing and is neutral.
+
+One rule makes this sound: a gradient that flows into a varying tensor is varying, whatever its values
+happen to be (JAX's shard_map types cotangents the same way). All sources of gradients (the loss, the
+boundaries, the collectives) obey it in `placement_audit.flow`, and plain ops then keep it by themselves.
+
+The scale says how many times the true gradient a state holds: reducing a value that is already complete
+multiplies by the mesh dim's size, relabelling a per-rank term from Replicate to Partial divides by it, and
+an average divides.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from placement_audit.model import REPLICATE, Placement, State, StateKind
+
+INVARIANT = State(StateKind.INVARIANT)
+VARYING = State(StateKind.VARYING)
+ZERO = State(StateKind.ZERO)
+
+_BLAME_CAP = 4
+"""Places kept per state: enough to tell a story, and bounded however deep the model."""
+
+_RANK = {
+    StateKind.ZERO: 0,
+    StateKind.INVARIANT: 1,
+    StateKind.AMBIGUOUS: 2,
+    StateKind.VARYING: 3,
+    StateKind.MIXED: 3,
+    StateKind.LOST: 4,
+}
+
+
+def blamed(state: State, boundary: int) -> State:
+    """The same state with one more place in its story."""
+    if boundary in state.blame or len(state.blame) >= _BLAME_CAP:
+        return state
+    return State(state.kind, state.scale, (*state.blame, boundary))
+
+
+def combine(a: State, b: State, *, a_grad: bool, b_grad: bool, adds: bool) -> State:
+    """State of an op's result from two of its inputs.
+
+    Args:
+        a: one input.
+        b: the other.
+        a_grad: whether ``a`` is a gradient (it then carries scale and blame).
+        b_grad: likewise.
+        adds: whether the op adds its inputs up, as gradient accumulation does.
+    """
+    if a == b:
+        return a
+    both = a_grad and b_grad
+    kinds = {a.kind, b.kind}
+    if StateKind.ZERO in kinds:
+        other = b if a.kind is StateKind.ZERO else a
+        return State(other.kind, other.scale, _merge(a.blame, b.blame))
+    if StateKind.LOST in kinds:
+        kind = StateKind.LOST
+    elif both and adds and kinds == {StateKind.INVARIANT, StateKind.VARYING}:
+        kind = StateKind.MIXED
+    elif StateKind.MIXED in kinds:
+        # A per-rank factor makes every rank's result its own; a sum, or an equal factor, stays mixed.
+        kind = StateKind.VARYING if StateKind.VARYING in kinds and not (both and adds) else StateKind.MIXED
+    else:
+        kind = max(a.kind, b.kind, key=_RANK.__getitem__)
+    if both:
+        scale = a.scale if a.scale == b.scale else None
+    else:
+        scale = a.scale if a_grad else b.scale if b_grad else Fraction(1)
+    return State(kind, scale, _merge(a.blame, b.blame))
+
+
+def reduced(state: State, size: int, reduce_op: str | None, *, is_grad: bool) -> State:
+    """After an all-reduce over ``size`` ranks: the same value everywhere."""
+    kind = state.kind
+    if kind is StateKind.VARYING:
+        kind = StateKind.INVARIANT
+    return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
+
+
+def scattered(state: State, size: int, reduce_op: str | None, *, is_grad: bool) -> State:
+    """After a reduce-scatter over ``size`` ranks: each rank its own part of the sum."""
+    kind = StateKind.VARYING if state.kind in (StateKind.INVARIANT, StateKind.ZERO) else state.kind
+    return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
+
+
+def gathered(state: State) -> State:
+    """After an all-gather or a broadcast: the same value everywhere."""
+    if state.kind is StateKind.VARYING:
+        return State(StateKind.INVARIANT, state.scale, state.blame)
+    return state
+
+
+def exchanged(state: State) -> State:
+    """After an all-to-all or a scatter: each rank its own part."""
+    return as_part(state)
+
+
+def as_part(state: State) -> State:
+    """An equal value read as each rank's own part (a shard, or a term of a sum)."""
+    if state.kind in (StateKind.INVARIANT, StateKind.ZERO):
+        return State(StateKind.VARYING, state.scale, state.blame)
+    return state
+
+
+def _reduce_scale(state: State, size: int, reduce_op: str | None) -> Fraction | None:
+    """Scale after a reduction: an average divides, a sum of something complete multiplies."""
+    if state.scale is None or reduce_op not in ("sum", "avg"):
+        return state.scale
+    complete = state.kind is StateKind.INVARIANT
+    if reduce_op == "avg":
+        return state.scale if complete else state.scale / size
+    return state.scale * size if complete else state.scale
+
+
+def relabel(state: State, src: Placement, dst: Placement, size: int, *, is_grad: bool) -> State:
+    """State after DTensor moved a tensor from placement ``src`` to ``dst`` along a mesh dim.
+
+    Args:
+        state: what it really was, which its label ``src`` may have belied.
+        src: the label before.
+        dst: the label after.
+        size: ranks along the mesh dim.
+        is_grad: gradients carry a scale and can lose terms; values can't.
+    """
+    if src == dst:
+        return state
+    if src.is_partial:
+        if dst.is_replicate:
+            return reduced(state, size, src.reduce_op, is_grad=is_grad)
+        if dst.is_shard:
+            return scattered(state, size, src.reduce_op, is_grad=is_grad)
+        return state
+    if src.is_shard:
+        if dst.is_shard:
+            return as_part(state)
+        whole = gathered(state)
+        return relabel(whole, REPLICATE, dst, size, is_grad=is_grad) if dst.is_partial else whole
+    # src is Replicate
+    if dst.is_shard:
+        if is_grad and state.kind in (StateKind.VARYING, StateKind.MIXED):
+            # Each rank keeps its slice of its own term: the other ranks' terms of that slice are gone.
+            return State(StateKind.LOST, state.scale, state.blame)
+        return as_part(state)
+    if dst.reduce_op == "avg":
+        return as_part(state) if not is_grad else state
+    scale = state.scale
+    if is_grad and scale is not None and state.kind is StateKind.VARYING:
+        scale /= size
+    part = as_part(state)
+    return State(part.kind, scale, state.blame)
+
+
+
+
+
+def belies(label: Placement, state: State) -> bool:
+    """Whether a gradient's label along a mesh dim is false, given what the gradient really is.
+
+    Replicate is false of anything that is not equal and complete; Partial of what already is. A shard's
+    label can't be told from the state along one mesh dim.
+    """
+    if label.is_replicate:
+        return state.kind in (StateKind.VARYING, StateKind.MIXED, StateKind.LOST)
+    if label.is_partial and label.reduce_op != "avg":
+        return state.kind in (StateKind.INVARIANT, StateKind.MIXED, StateKind.LOST)
+    return state.kind in (StateKind.MIXED, StateKind.LOST)
+
+
+def _merge(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Both stories, each place once, the earlier first."""
+    if not b or a == b:
+        return a
+    if not a:
+        return b
+    return tuple(dict.fromkeys((*a, *b)))[:_BLAME_CAP]

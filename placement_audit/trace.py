@@ -1,0 +1,330 @@
+"""Runs one step under the watchers and freezes what they saw into a `Trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from placement_audit import callsite
+from placement_audit.case import Case
+from placement_audit.collectives import CollectiveCall
+from placement_audit.dtensor_api import (
+    clean_fqn,
+    local_of,
+    placement_of,
+    redistribute_hook,
+    spec_of,
+    storage_key,
+)
+from placement_audit.flow import Flow, current_phase
+from placement_audit.intercept import Interceptor, RawBoundary, RawCrossing
+from placement_audit.ledger import Ledger
+from placement_audit.model import (
+    Boundary,
+    Collective,
+    GradCrossing,
+    GradRecord,
+    Layout,
+    OpCount,
+    ParamRecord,
+    ParamUse,
+    Phase,
+    RunRecord,
+    State,
+    StateKind,
+    TensorInfo,
+    Trace,
+)
+from placement_audit.world import World
+
+_VARYING = State(StateKind.VARYING)
+_INVARIANT = State(StateKind.INVARIANT)
+_USES_KEPT = 4
+
+
+@dataclass(slots=True)
+class _RawCollective:
+    call: CollectiveCall
+    dims: tuple[int, ...] | None
+    phase: Phase
+    boundary: int | None
+    module_fqn: str
+    dtype: str
+    numel: int
+    equal: tuple[int, ...]
+    site: callsite.RawSite | None
+
+
+@dataclass(slots=True)
+class _RawUse:
+    op: str
+    module_fqn: str
+    layout: Layout | None
+    result: Layout | None
+    site: callsite.RawSite | None
+
+
+class Tracer:
+    """One step's watchers and their notes."""
+
+    def __init__(self, case: Case, on_progress: Callable[[str], None] | None = None) -> None:
+        """Prepare; nothing is watched yet.
+
+        Args:
+            case: what to run.
+            on_progress: called with a few words at each collective (for naming a hung rank).
+        """
+        self._case = case
+        self._progress = on_progress
+        self.world = World(case.mesh)
+        self.ledger = Ledger(self.world.dims, keep_alive=case.device_type == "meta")
+        self.flow = Flow(self.ledger, self.world, on_collective=self._collective, on_use=self._use)
+        self._modules: list[str] = []
+        self.interceptor = Interceptor(self.flow, self._module_fqn)
+        self._collectives: list[_RawCollective] = []
+        self._uses: dict[str, list[_RawUse]] = {}
+        self._params: list[tuple[str, nn.Parameter]] = [
+            (clean_fqn(n), p) for n, p in case.model.named_parameters(remove_duplicate=False)
+        ]
+
+    # ---- running
+
+    def run(self) -> None:
+        """Run the step once, watched."""
+        self._annotate()
+        for _, p in self._params:
+            p.grad = None
+        with ExitStack() as stack:
+            stack.enter_context(self._module_hooks())
+            stack.enter_context(redistribute_hook(self.flow.relabelled))
+            stack.enter_context(self.interceptor.installed())
+            stack.enter_context(self._seeding())
+            stack.enter_context(self.flow)
+            self._case.step()
+
+    def _annotate(self) -> None:
+        """Write down what comes from outside: parameters, buffers and the batch."""
+        ledger, world = self.ledger, self.world
+        for fqn, p in self._params:
+            vector = [_INVARIANT] * len(world.dims)
+            if isinstance(p, DTensor):
+                spec = spec_of(p)
+                for span, placement in zip(world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
+                    for d in span or ():
+                        vector[d] = _INVARIANT if placement.is_replicate() else _VARYING
+            ledger.put(p, ledger.sid(tuple(vector), grad=False))
+            self.flow.params.setdefault(storage_key(local_of(p)), fqn)
+        for b in self._case.model.buffers():
+            ledger.put(b, ledger.invariant)
+        batch = tuple(_VARYING if d in self._case.batch_dims else _INVARIANT for d in world.dims)
+        for x in self._case.inputs:
+            ledger.put(x, ledger.sid(batch, grad=False))
+
+    @contextmanager
+    def _module_hooks(self) -> Iterator[None]:
+        """Keep a stack of the modules whose forward is running."""
+        stack = self._modules
+        handles = []
+
+        def enter(fqn: str) -> Any:
+            return lambda _module, _args: stack.append(fqn)
+
+        def leave(_module: Any, _args: Any, _out: Any) -> None:
+            if stack:
+                stack.pop()
+
+        for name, module in self._case.model.named_modules():
+            handles.append(module.register_forward_pre_hook(enter(clean_fqn(name))))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for h in handles:
+                h.remove()
+
+    @contextmanager
+    def _seeding(self) -> Iterator[None]:
+        """Tell the flow when autograd makes the first gradient."""
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self.flow.seeding = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.flow.seeding = False
+
+        torch.autograd.backward = backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = original
+
+    # ---- notes
+
+    def _module_fqn(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def _collective(
+        self, call: CollectiveCall, dims: tuple[int, ...] | None, sent: torch.Tensor | None, equal: tuple[int, ...]
+    ) -> None:
+        owner = self.interceptor.running
+        raw = _RawCollective(
+            call=call,
+            dims=dims,
+            phase=current_phase(),
+            boundary=owner.index if owner is not None else None,
+            module_fqn=owner.module_fqn if owner is not None else self._module_fqn(),
+            dtype=str(sent.dtype).removeprefix("torch.") if sent is not None else "",
+            numel=sent.numel() if sent is not None else 0,
+            equal=equal,
+            site=None if owner is not None else callsite.take(2)[0],
+        )
+        if self._progress is not None:
+            where = "x".join(self.world.dims[d] for d in dims) if dims else f"ranks {list(call.ranks)}"
+            self._progress(f"{call.name} #{len(self._collectives)} over {where} in {raw.phase}")
+        self._collectives.append(raw)
+
+    def _use(self, op: str, fqn: str, x: torch.Tensor, out: Any) -> None:
+        uses = self._uses.setdefault(fqn, [])
+        if len(uses) >= _USES_KEPT:
+            return
+        module = self._module_fqn()
+        if any(u.op == op and u.module_fqn == module for u in uses):
+            return
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        uses.append(_RawUse(op, module, self._layout(x), self._layout(first), callsite.take(2)[1]))
+
+    def _layout(self, x: Any) -> Layout | None:
+        if not isinstance(x, DTensor):
+            return None
+        spec = spec_of(x)
+        return self.world.layout(spec.mesh, spec.placements)
+
+    # ---- freezing
+
+    def freeze(self, run: RunRecord) -> Trace:
+        """What was seen, as plain data."""
+        sites = callsite.SiteTable()
+        raw_boundaries = self.interceptor.boundaries
+        of_param: dict[str, list[int]] = {}
+        for b in raw_boundaries:
+            if b.param_fqn is not None and b.phase is Phase.FORWARD:
+                of_param.setdefault(b.param_fqn, []).append(b.index)
+        return Trace(
+            run=run,
+            mesh=self.world.spec(self._case.device_type),
+            batch_dims=tuple(d for d in self._case.batch_dims if d in self.world.dims),
+            params=tuple(self._param(fqn, p, of_param, sites) for fqn, p in self._params),
+            boundaries=tuple(self._boundary(b, sites) for b in raw_boundaries),
+            collectives=tuple(self._frozen_collective(i, c, sites) for i, c in enumerate(self._collectives)),
+            ops=self._ops(),
+            assumed_invariant=self.ledger.assumed,
+            random_ops=self.flow.random_ops,
+        )
+
+    def _param(
+        self, fqn: str, p: nn.Parameter, of_param: dict[str, list[int]], sites: callsite.SiteTable
+    ) -> ParamRecord:
+        g = p.grad
+        grad = None
+        if g is not None:
+            grad = GradRecord(
+                layout=self._layout(g),
+                state=self.ledger.vector(self.ledger.get(g)),
+                dtype=str(g.dtype).removeprefix("torch."),
+            )
+        uses = tuple(
+            ParamUse(
+                op=u.op, module_fqn=u.module_fqn, layout=u.layout, result=u.result, call_site=sites.get(u.site)
+            )
+            for u in self._uses.get(fqn, ())
+        )
+        return ParamRecord(
+            fqn=fqn,
+            layout=self._layout(p),
+            tensor=TensorInfo(
+                global_shape=tuple(p.shape),
+                local_shape=tuple(local_of(p).shape),
+                dtype=str(p.dtype).removeprefix("torch."),
+            ),
+            requires_grad=p.requires_grad,
+            grad=grad,
+            boundaries=tuple(of_param.get(fqn, ())),
+            uses=uses,
+        )
+
+    def _boundary(self, b: RawBoundary, sites: callsite.SiteTable) -> Boundary:
+        assert b.tensor is not None
+        return Boundary(
+            index=b.index,
+            kind=b.kind,
+            phase=b.phase,
+            call_site=sites.get(b.site),
+            user_site=sites.get(b.user_site),
+            module_fqn=b.module_fqn,
+            param_fqn=b.param_fqn,
+            src=b.src,
+            dst=b.dst,
+            grad_declared=b.declared,
+            value_state=self.ledger.vector(b.value_sid),
+            tensor=b.tensor,
+            grad=self._crossing(b.grad) if b.grad is not None else None,
+        )
+
+    def _crossing(self, c: RawCrossing) -> GradCrossing:
+        return GradCrossing(
+            order=c.order,
+            arrived=c.arrived,
+            arrived_state=self.ledger.vector(c.arrived_sid),
+            left=c.left,
+            left_state=self.ledger.vector(c.left_sid),
+            tensor=c.tensor,
+        )
+
+    def _frozen_collective(self, order: int, c: _RawCollective, sites: callsite.SiteTable) -> Collective:
+        names = self.world.dims
+        return Collective(
+            order=order,
+            name=c.call.name,
+            reduce_op=c.call.reduce_op,
+            mesh_dims=tuple(names[d] for d in c.dims or ()),
+            group_ranks=c.call.ranks if c.dims is None else (),
+            phase=c.phase,
+            boundary=c.boundary,
+            op=None,
+            module_fqn=c.module_fqn,
+            dtype=c.dtype,
+            numel=c.numel,
+            already_equal=tuple(names[d] for d in c.equal),
+            call_site=sites.get(c.site) if c.site is not None else None,
+        )
+
+    def _ops(self) -> tuple[OpCount, ...]:
+        """Counts with the placements spelled out; ops that spell the same are one."""
+        counts: dict[tuple[str, Phase, tuple[str, ...], tuple[str, ...]], int] = {}
+        for (func, phase, ins, outs), n in self.flow.ops.items():
+            key = (str(func), phase, tuple(map(_short, ins)), tuple(map(_short, outs)))
+            counts[key] = counts.get(key, 0) + n
+        return tuple(
+            OpCount(op=op, phase=phase, inputs=ins, outputs=outs, count=n)
+            for (op, phase, ins, outs), n in sorted(counts.items())
+        )
+
+
+def _short(spec: tuple[Any, Any]) -> str:
+    names, placements = spec
+    return " ".join(f"{n} {placement_of(p).short()}" for n, p in zip(names or (), placements, strict=False))
+
+
+def trace_step(case: Case, run: RunRecord, on_progress: Callable[[str], None] | None = None) -> Trace:
+    """Run one forward and backward of ``case``, watched, and return what was seen."""
+    tracer = Tracer(case, on_progress)
+    tracer.run()
+    return tracer.freeze(run)
