@@ -6,17 +6,12 @@ Functional collectives (``_c10d_functional``, DTensor's and autograd's way) retu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from placement_audit.dtensor_api import collective_group_ranks, group_of
-
-NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"})
-
-_Pick = Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
 
 _KINDS = (
     ("all_reduce", "all_reduce"),
@@ -34,8 +29,6 @@ _KINDS = (
     ("recv", "recv"),
 )
 """Name parts, in the order in which they must be tried."""
-
-_NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
@@ -76,14 +69,10 @@ class CollectiveCall:
         return ins if self.targets_first is None else ins[: self.targets_first]
 
 
-def read_collective(func: Any, args: Any) -> CollectiveCall | None:
-    """The collective that an op runs, None where it runs none."""
+def read_collective(func: Any, args: Any) -> CollectiveCall:
+    """The collective that an op runs."""
     op = func._opname
-    if op in _NOT_COLLECTIVES:
-        return None
-    name = next((kind for part, kind in _KINDS if part in op), None)
-    if name is None:
-        return None
+    name = next((kind for part, kind in _KINDS if part in op), op)
     ranks: tuple[int, ...] | None = None
     reduce_op: str | None = None
     for a in args:

@@ -19,21 +19,21 @@ import torch.distributed.tensor._redistribute as _redistribute
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from placement_audit.model import REPLICATE, Placement, PlacementKind
 
 __all__ = [
     "CORE_DIRS",
     "DTensor",
-    "TorchDispatchMode",
+    "EagerMode",
     "collective_group_ranks",
     "group_of",
     "in_backward",
     "in_recompute",
     "local_of",
     "placement_of",
-    "redistribute_hook",
+    "relabelling",
     "replaced_everywhere",
     "spec_of",
     "storage_key",
@@ -80,6 +80,8 @@ def spec_of(x: DTensor) -> Any:
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor below a DTensor and an unfinished collective, without autograd."""
+    if type(x) is torch.Tensor:
+        return x
     while True:
         if isinstance(x, DTensor):
             x = x._local_tensor
@@ -102,6 +104,28 @@ def in_backward() -> bool:
 def in_recompute() -> bool:
     """True while activation checkpointing runs the forward again inside backward."""
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode for eager code that can call an op with itself still on, at little cost."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay quiet while compiled code is built."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would wrap the handler in a guard against Dynamo, about 4 us an op; eager code needs none."""
+        return False
+
+    def call_again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op so that its inner ops reach this mode (entering by ``with`` keeps flags that cost more)."""
+        _push_mode(self)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _pop_mode(None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,31 +163,33 @@ def group_of(arg: object) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def replaced_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    """Rebind a function in every loaded module that imported it by name, and back again.
+def replaced_everywhere(replacements: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Rebind functions in every loaded module that imported them by name, and back again.
 
     ``from torch.distributed.tensor import distribute_tensor`` copies the name, so that patching torch's
     module alone would miss the callers that matter.
     """
-    bound: list[tuple[Any, str]] = []
+    by_id = {id(original): replacement for original, replacement in replacements.items()}
+    bound: list[tuple[Any, str, Any]] = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict):
+        if not isinstance(names, dict) or by_id.keys().isdisjoint(map(id, names.values())):
             continue
-        for name in [n for n, value in names.items() if value is original]:
-            bound.append((module, name))
-            setattr(module, name, replacement)
+        for name, value in list(names.items()):
+            if id(value) in by_id:
+                bound.append((module, name, value))
+                setattr(module, name, by_id[id(value)])
     try:
         yield
     finally:
-        for module, name in bound:
-            setattr(module, name, original)
+        for module, name, value in bound:
+            setattr(module, name, value)
 
 
-def redistribute_hook(
+def relabelling(
     after: Callable[[torch.Tensor, torch.Tensor, Any, Any], torch.Tensor],
-) -> Any:
-    """Call ``after(local, result, current_spec, target_spec)`` around every relabel that DTensor makes.
+) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """For `replaced_everywhere`: call ``after(local, result, current_spec, target_spec)`` on every relabel.
 
     `redistribute_local_tensor` is the one door: explicit redistribute, the ones inside DTensor ops and the
     ones in backward all go through it. What ``after`` returns takes the result's place.
@@ -177,4 +203,4 @@ def redistribute_hook(
             return result
         return after(local_tensor, result, current_spec, target_spec)
 
-    return replaced_everywhere(original, relabelled)
+    return {original: relabelled}

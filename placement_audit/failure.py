@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 _OWN = str(Path(__file__).parent) + os.sep
+_STDLIB = str(Path(os.__file__).parent) + os.sep
 _PACKAGES = os.sep + "site-packages" + os.sep
 
 
@@ -36,7 +37,11 @@ def is_torch(filename: str) -> bool:
 
 
 def _is_stdlib(filename: str) -> bool:
-    return _PACKAGES not in filename and filename.startswith(os.path.dirname(os.__file__) + os.sep)
+    return _PACKAGES not in filename and filename.startswith(_STDLIB)
+
+
+def _is_job(filename: str) -> bool:
+    return not (is_own(filename) or is_torch(filename) or _is_stdlib(filename))
 
 
 def _place(filename: str, line: int, function: str) -> str:
@@ -45,13 +50,11 @@ def _place(filename: str, line: int, function: str) -> str:
 
 def place_of_frame(frame: FrameType | None) -> str:
     """Where a thread is: its innermost frame in the user's or a package's code, not torch's or ours."""
-    innermost = frame
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not (is_own(name) or is_torch(name) or _is_stdlib(name)):
-            return _place(name, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return _place(innermost.f_code.co_filename, innermost.f_lineno, innermost.f_code.co_name) if innermost else "?"
+    found = frame
+    while found is not None and not _is_job(found.f_code.co_filename):
+        found = found.f_back
+    found = found or frame
+    return _place(found.f_code.co_filename, found.f_lineno, found.f_code.co_name) if found else "?"
 
 
 def place_of_thread(ident: int) -> str:
@@ -83,7 +86,7 @@ class Failure:
             if code.co_name == "_engine_run_backward":
                 self.backward = True
             self.ours = is_own(code.co_filename)
-            if not (self.ours or is_torch(code.co_filename) or _is_stdlib(code.co_filename)) or self.place == "?":
+            if _is_job(code.co_filename) or self.place == "?":
                 self.place = _place(code.co_filename, step.tb_lineno, code.co_name)
             step = step.tb_next
 

@@ -14,10 +14,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from placement_audit import states
-from placement_audit.collectives import NAMESPACES, CollectiveCall, read_collective
+from placement_audit.collectives import CollectiveCall, read_collective
 from placement_audit.dtensor_api import (
     DTensor,
-    TorchDispatchMode,
+    EagerMode,
     in_backward,
     in_recompute,
     local_of,
@@ -26,16 +26,10 @@ from placement_audit.dtensor_api import (
     storage_key,
 )
 from placement_audit.ledger import Ledger
-from placement_audit.model import Phase, State, StateKind
+from placement_audit.model import Layout, Phase, State, StateKind
+from placement_audit.optraits import OpTraits, traits_of
+from placement_audit.optraits import known as _traits
 from placement_audit.world import World
-
-_ADDS = frozenset({"add", "add_", "sub", "sub_", "_foreach_add_", "_foreach_add"})
-_FRESH = frozenset({"empty_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_ones",
-                    "new_full", "new_empty_strided", "empty_strided"})  # fmt: skip
-_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_", "zero"})
-_RANDOM = ("rand", "normal", "bernoulli", "dropout", "uniform", "multinomial", "exponential")
-_PASSES_ON = frozenset({"t", "transpose", "view", "_to_copy", "alias", "detach", "clone", "permute", "_unsafe_view",
-                        "slice", "reshape", "unsqueeze", "squeeze", "expand", "wait_tensor", "lift_fresh"})  # fmt: skip
 
 
 def current_phase() -> Phase:
@@ -45,24 +39,20 @@ def current_phase() -> Phase:
     return Phase.RECOMPUTE if in_recompute() else Phase.FORWARD
 
 
-class Flow(TorchDispatchMode):
+class Flow(EagerMode):
     """The mode.
 
     Attributes:
         ledger: the states.
         world: the world mesh.
-        ops: (op, phase, placements in, placements out) -> calls.
+        ops: (op, phase, layouts in, layouts out, by identity) -> calls.
+        layouts: identity -> layout.
         random_ops: random ops seen in forward; taken as equal on all ranks.
         params: storage key -> FQN, of parameters and what was gathered, cast or re-wrapped from them.
-        on_collective: called with each collective.
+        on_collective: called before each collective with (call, world mesh dims, what is sent, dims already equal).
         on_use: called with (op, FQN, input, outputs) where a parameter meets something else in forward.
         seeding: while autograd makes the first gradient.
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Stay quiet while compiled code is built."""
-        return True
 
     def __init__(
         self,
@@ -76,13 +66,15 @@ class Flow(TorchDispatchMode):
         super().__init__()
         self.ledger = ledger
         self.world = world
-        self.ops: Counter[tuple[Any, Phase, tuple[Any, ...], tuple[Any, ...]]] = Counter()
+        self.ops: Counter[tuple[Any, Phase, tuple[int, ...], tuple[int, ...]]] = Counter()
+        self.layouts: dict[int, Layout] = {}
         self.random_ops = 0
         self.params: dict[int, str] = {}
         self.on_collective = on_collective
         self.on_use = on_use
         self.seeding = False
         self._entered: Any = None
+        self._plans: dict[tuple[int, int, bool], list[tuple[int, Any, State]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
@@ -98,22 +90,32 @@ class Flow(TorchDispatchMode):
 
     def _dtensor_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._entered = func
-        TorchDispatchMode.__enter__(self)
         try:
-            out = func(*args, **kwargs)
+            out = self.call_again(func, args, kwargs)
         finally:
-            TorchDispatchMode.__exit__(self, None, None, None)
             self._entered = None
         ins = _tensors(args, kwargs)
-        outs = _flat(out)
-        phase = current_phase()
+        outs = [out] if isinstance(out, torch.Tensor) else _flat(out)
         for o in outs:
             if isinstance(o, DTensor):
                 self.settle(o, ins)
-        self.ops[func, phase, _specs(ins), _specs(outs)] += 1
-        if self.params and phase is Phase.FORWARD:
-            self._follow_param(func._opname, ins, out)
+        phase = current_phase()
+        self.ops[func, phase, self._layouts_of(ins), self._layouts_of(outs)] += 1
+        if phase is Phase.FORWARD:
+            in_keys = [storage_key(local_of(x)) for x in ins]
+            self._follow_param(func, ins, in_keys, out, [storage_key(local_of(o)) for o in outs])
         return out
+
+    def _layouts_of(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+        """The layouts of the DTensors among them, by identity: cheap to hash."""
+        found = []
+        for x in tensors:
+            if isinstance(x, DTensor):
+                spec = spec_of(x)
+                layout = self.world.layout(spec.mesh, spec.placements)
+                self.layouts[id(layout)] = layout
+                found.append(id(layout))
+        return tuple(found)
 
     def settle(self, out: DTensor, ins: list[torch.Tensor], *, alone: bool = False) -> None:
         """Bring a DTensor's state in line with its placements, except where an input's label already lied.
@@ -125,23 +127,32 @@ class Flow(TorchDispatchMode):
         """
         local = local_of(out)
         sid = self.ledger.get(local)
-        vector = self.ledger.vector(sid)
         spec = spec_of(out)
-        new: list[State] | None = None
+        plan_key = (id(self.world.layout(spec.mesh, spec.placements)), sid, alone)
+        plan = self._plans.get(plan_key)
+        if plan is None:
+            plan = self._plans[plan_key] = self._settle_plan(spec, sid, alone)
+        if not plan:
+            return
+        new = {d: state for d, label, state in plan if alone or not self._belied(ins, d, label)}
+        if new:
+            settled = tuple(new.get(d, state) for d, state in enumerate(self.ledger.vector(sid)))
+            write = self.ledger.put_alone if alone else self.ledger.put
+            write(local, self.ledger.sid(settled, grad=self.ledger.is_grad(sid)))
+
+    def _settle_plan(self, spec: Any, sid: int, alone: bool) -> list[tuple[int, Any, State]]:
+        """(mesh dim, label, settled state) where label and state differ."""
+        vector = self.ledger.vector(sid)
+        plan = []
         for span, placement in zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
             for d in span or ():
-                state = vector[d]
                 if not placement.is_replicate():
-                    settled = states.as_part(state)
+                    settled = states.as_part(vector[d])
                 else:
-                    settled = state if alone else states.gathered(state)
-                if settled is state or (not alone and self._belied(ins, d, placement)):
-                    continue
-                new = new or list(vector)
-                new[d] = settled
-        if new is not None:
-            write = self.ledger.put_alone if alone else self.ledger.put
-            write(local, self.ledger.sid(tuple(new), grad=self.ledger.is_grad(sid)))
+                    settled = vector[d] if alone else states.gathered(vector[d])
+                if settled is not vector[d]:
+                    plan.append((d, placement, settled))
+        return plan
 
     def _belied(self, ins: list[torch.Tensor], dim: int, label: Any) -> bool:
         """Whether an input has the same sort of label along a mesh dim and its state gives it the lie."""
@@ -162,73 +173,65 @@ class Flow(TorchDispatchMode):
     # ---- plain ops and collectives
 
     def _plain_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        traits = _traits.get(func) or traits_of(func)
+        if traits.collective:
+            return self._collective(func, args, kwargs)
         out = func(*args, **kwargs)
-        name = func._opname
-        ledger = self.ledger
         ins = _tensors(args, kwargs)
         outs = [out] if isinstance(out, torch.Tensor) else _flat(out)
-        if func.namespace in NAMESPACES:
-            call = read_collective(func, args)
-            if call is not None:
-                self._collective(call, ins, outs)
-                return out
         if not outs:
-            if name.startswith("_foreach") and name.endswith("_"):
-                self._foreach_in_place(name, args)
+            if traits.foreach_in_place:
+                self._foreach_in_place(traits, args)
             return out
-        if name in _ZEROS:
+        ledger = self.ledger
+        in_keys = [storage_key(local_of(x)) for x in ins]
+        if traits.zeros:
             sid = ledger.zero
-        elif not ins or name in _FRESH:
-            sid = self._fresh(name, ins)
+        elif traits.fresh or not ins:
+            sid = self._fresh(traits, ins)
         else:
-            sids = [ledger.get(x) for x in ins]
-            sid = ledger.combine(sids, adds=name in _ADDS) if len(sids) > 1 else sids[0]
-            if name == "copy_" and len(ins) == 2 and _covers(ins[0]):
-                sid = sids[1]
-        self._write(name, ins, outs, sid)
-        if self.params:
-            self._follow_param(name, ins, out)
+            sid = ledger.get_by(ins[0], in_keys[0])
+            if len(ins) > 1:
+                sids = [ledger.get_by(x, k) for x, k in zip(ins, in_keys, strict=True)]
+                sid = sids[1] if traits.copies and _covers(ins[0]) else ledger.combine(sids, adds=traits.adds)
+        out_keys = [storage_key(local_of(o)) for o in outs]
+        for o, key in zip(outs, out_keys, strict=True):
+            if key not in in_keys or traits.mutates:
+                ledger.put_by(o, key, sid)
+            elif ledger.get_by(o, key) != sid:
+                # A view of an input must not rewrite the input.
+                ledger.put_alone(o, sid)
+        if not in_backward():
+            self._follow_param(func, ins, in_keys, out, out_keys)
         return out
 
-    def _fresh(self, name: str, ins: list[torch.Tensor]) -> int:
+    def _fresh(self, traits: OpTraits, ins: list[torch.Tensor]) -> int:
         ledger = self.ledger
-        if self.seeding and name == "ones_like" and ins:
+        if self.seeding and traits.ones and ins:
             # The first gradient: each rank's own where the loss is each rank's own.
             self.seeding = False
             return ledger.as_grad(ledger.get(ins[0]))
-        if any(r in name for r in _RANDOM) and not in_backward():
+        if traits.random and not in_backward():
             self.random_ops += 1
         return ledger.invariant
 
-    def _write(self, name: str, ins: list[torch.Tensor], outs: list[torch.Tensor], sid: int) -> None:
-        """Write the result down; a view of an input must not rewrite the input."""
+    def _foreach_in_place(self, traits: OpTraits, args: Any) -> None:
         ledger = self.ledger
-        for o in outs:
-            shares = False
-            if ins:
-                key = storage_key(local_of(o))
-                shares = any(storage_key(local_of(x)) == key for x in ins)
-            if shares and not (name.endswith("_") and not name.endswith("__")):
-                ledger.put_alone(o, sid)
-            else:
-                ledger.put(o, sid)
-
-    def _foreach_in_place(self, name: str, args: Any) -> None:
-        ledger = self.ledger
-        mine = args[0]
         others = [a for a in args[1:] if isinstance(a, list | tuple) and a and isinstance(a[0], torch.Tensor)]
-        for i, x in enumerate(mine):
+        for i, x in enumerate(args[0]):
             sids = [ledger.get(x), *(ledger.get(o[i]) for o in others)]
-            if name == "_foreach_copy_":
+            if traits.copies:
                 ledger.put(x, sids[-1])
-            elif name != "_foreach_zero_":
-                ledger.put(x, ledger.combine(sids, adds=name in _ADDS))
+            elif not traits.zeros:
+                ledger.put(x, ledger.combine(sids, adds=traits.adds))
 
-    def _collective(self, call: CollectiveCall, ins: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        call = read_collective(func, args)
         dims = self.world.dims_of_ranks(call.ranks)
+        ins = _tensors(args, kwargs)
+        sent = call.inputs(ins)
         ledger = self.ledger
-        sids = [ledger.get(x) for x in call.inputs(ins)]
-        sid = ledger.combine(sids, adds=False) if sids else ledger.invariant
+        sid = ledger.combine([ledger.get(x) for x in sent], adds=False) if sent else ledger.invariant
         grad = ledger.is_grad(sid)
         sizes = self.world.sizes
         vector = ledger.vector(sid)
@@ -247,36 +250,38 @@ class Flow(TorchDispatchMode):
                 return states.gathered(state)
             return states.exchanged(state)
 
+        # Told before it runs: a collective that never ends is the one to name.
+        self.on_collective(call, dims, sent[0] if sent else None, equal)
+        out = func(*args, **kwargs)
         result = ledger.changed(sid, change)
-        for o in call.outputs(ins, outs):
+        for o in call.outputs(ins, _flat(out)):
             ledger.put(o, result)
-        self.on_collective(call, dims, ins[0] if ins else None, equal)
+        return out
 
     # ---- parameters on their way to their use
 
-    def _follow_param(self, name: str, ins: list[torch.Tensor], out: Any) -> None:
+    def _follow_param(
+        self, func: Any, ins: list[torch.Tensor], in_keys: list[int], out: Any, out_keys: list[int]
+    ) -> None:
         params = self.params
-        for x in ins:
-            fqn = params.get(storage_key(local_of(x)))
-            if fqn is None:
+        for x, in_key in zip(ins, in_keys, strict=True):
+            if in_key not in params:
                 continue
-            if len(ins) == 1 and name in _PASSES_ON:
-                if isinstance(out, torch.Tensor):
-                    params[storage_key(local_of(out))] = fqn
+            if len(ins) == 1 and (_traits.get(func) or traits_of(func)).passes_on:
+                params.update(dict.fromkeys(out_keys, params[in_key]))
                 return
-            if current_phase() is Phase.FORWARD:
-                self.on_use(name, fqn, x, out)
+            if torch.is_grad_enabled() and current_phase() is Phase.FORWARD:
+                self.on_use(func._opname, params[in_key], x, out)
             break
-        for o in _flat(out):
+        for key in out_keys:
             # A reused address must not inherit the name of what lived there before.
-            key = storage_key(local_of(o))
-            if key in params and not any(storage_key(local_of(x)) == key for x in ins):
+            if key in params and key not in in_keys:
                 del params[key]
 
     # ---- relabels
 
     def relabelled(self, local: torch.Tensor, result: torch.Tensor, current: Any, target: Any) -> torch.Tensor:
-        """State after DTensor moved ``local`` from one set of placements to another (`redistribute_hook`)."""
+        """State after DTensor moved ``local`` from one set of placements to another (`relabelling`)."""
         ledger = self.ledger
         sid = ledger.get(local)
         grad = ledger.is_grad(sid)
@@ -306,11 +311,8 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
             found.append(a)
         elif isinstance(a, list | tuple):
             found += [b for b in a if isinstance(b, torch.Tensor)]
-    for a in kwargs.values():
-        if isinstance(a, torch.Tensor):
-            found.append(a)
-        elif isinstance(a, list | tuple):
-            found += [b for b in a if isinstance(b, torch.Tensor)]
+    if kwargs:
+        found += _tensors(kwargs.values(), None)
     return found
 
 
@@ -320,11 +322,6 @@ def _flat(out: Any) -> list[torch.Tensor]:
     if isinstance(out, list | tuple):
         return [x for o in out for x in _flat(o)]
     return []
-
-
-def _specs(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """(mesh, placements) of the DTensors among them."""
-    return tuple([(s.mesh.mesh_dim_names, s.placements) for s in (spec_of(x) for x in tensors if isinstance(x, DTensor))])
 
 
 def _covers(x: torch.Tensor) -> bool:

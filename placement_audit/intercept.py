@@ -8,7 +8,7 @@ lets the ledger know what a gradient became.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from placement_audit import callsite, states
 from placement_audit.dtensor_api import (
     in_backward,
     local_of,
-    replaced_everywhere,
     spec_of,
     storage_key,
 )
@@ -93,18 +92,20 @@ class Interceptor:
     def installed(self) -> Iterator[None]:
         """Wrap the public methods for the duration."""
         originals = {name: DTensor.__dict__[name] for name in _METHODS}
-        distribute = dtensor_module.distribute_tensor
-        with ExitStack() as stack:
-            stack.enter_context(replaced_everywhere(distribute, self._function("distribute_tensor", distribute)))
-            try:
-                for name, original in originals.items():
-                    plain = original.__func__ if isinstance(original, staticmethod) else original
-                    wrapper = self._function(name, plain)
-                    setattr(DTensor, name, staticmethod(wrapper) if isinstance(original, staticmethod) else wrapper)
-                yield
-            finally:
-                for name, original in originals.items():
-                    setattr(DTensor, name, original)
+        try:
+            for name, original in originals.items():
+                plain = original.__func__ if isinstance(original, staticmethod) else original
+                wrapper = self._function(name, plain)
+                setattr(DTensor, name, staticmethod(wrapper) if isinstance(original, staticmethod) else wrapper)
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(DTensor, name, original)
+
+    def functions(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+        """Module-level boundary calls and what to put in their place (`replaced_everywhere`)."""
+        original = dtensor_module.distribute_tensor
+        return {original: self._function("distribute_tensor", original)}
 
     def _function(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,7 @@ class Ledger:
         self._kept: list[torch.UntypedStorage] | None = [] if keep_alive else None
         self._by_storage: dict[int, int] = {}
         self._by_tensor: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._any_own = False
         self._sids: dict[tuple[Vector, bool], int] = {}
         self._vectors: list[Vector] = []
         self._grads: list[bool] = []
@@ -102,33 +103,44 @@ class Ledger:
     def get(self, x: torch.Tensor) -> int:
         """The number of the tensor's vector; unknown tensors count as invariant, and are counted."""
         x = local_of(x)
-        if self._by_tensor:
-            own = self._by_tensor.get(x)
+        return self.get_by(x, storage_key(x))
+
+    def get_by(self, x: torch.Tensor, key: int) -> int:
+        """`get` for a caller who has the tensor's storage key already."""
+        if self._any_own:
+            own = self._by_tensor.get(local_of(x))
             if own is not None:
                 return own
-        sid = self._by_storage.get(storage_key(x))
+        sid = self._by_storage.get(key)
         if sid is None:
             self.assumed += 1
+            self._by_storage[key] = self.invariant
+            if self._kept is not None:
+                self._kept.append(local_of(x).untyped_storage())
             return self.invariant
         return sid
 
     def put(self, x: torch.Tensor, sid: int) -> None:
         """Write down a tensor whose storage is its own, and everything that shares it."""
         x = local_of(x)
-        key = storage_key(x)
+        self.put_by(x, storage_key(x), sid)
+
+    def put_by(self, x: torch.Tensor, key: int, sid: int) -> None:
+        """`put` for a caller who has the tensor's storage key already."""
         if self._kept is not None and key not in self._by_storage:
-            self._kept.append(x.untyped_storage())
+            self._kept.append(local_of(x).untyped_storage())
         self._by_storage[key] = sid
-        if self._by_tensor:
-            self._by_tensor.pop(x, None)
+        if self._any_own:
+            self._by_tensor.pop(local_of(x), None)
 
     def put_alone(self, x: torch.Tensor, sid: int) -> None:
         """Write down one tensor and leave the others that share its storage as they are."""
         x = local_of(x)
         if self._by_storage.get(storage_key(x)) == sid:
-            if self._by_tensor:
+            if self._any_own:
                 self._by_tensor.pop(x, None)
             return
+        self._any_own = True
         self._by_tensor[x] = sid
 
     def kind(self, sid: int, dim: int) -> StateKind:

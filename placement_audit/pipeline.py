@@ -153,5 +153,6 @@ def _failed(error: Exception, case: Case, *, alone: bool) -> IncompleteError:
             "(.item(), .tolist()), audit it with --device cpu, or on real ranks under torchrun."
         )
     return IncompleteError(
-        f"{case.name} failed in {phase}{module}: {failure.what} ({failure.place}).{hint}", details=failure.details
+        f"{case.name} failed in {phase}{module}: {failure.what} ({failure.place}).{hint}",
+        details=failure.details,
     )

@@ -17,8 +17,8 @@ from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
     clean_fqn,
     local_of,
-    placement_of,
-    redistribute_hook,
+    relabelling,
+    replaced_everywhere,
     spec_of,
     storage_key,
 )
@@ -102,7 +102,9 @@ class Tracer:
             p.grad = None
         with ExitStack() as stack:
             stack.enter_context(self._module_hooks())
-            stack.enter_context(redistribute_hook(self.flow.relabelled))
+            stack.enter_context(
+                replaced_everywhere(relabelling(self.flow.relabelled) | self.interceptor.functions())
+            )
             stack.enter_context(self.interceptor.installed())
             stack.enter_context(self._seeding())
             stack.enter_context(self.flow)
@@ -309,8 +311,9 @@ class Tracer:
     def _ops(self) -> tuple[OpCount, ...]:
         """Counts with the placements spelled out; ops that spell the same are one."""
         counts: dict[tuple[str, Phase, tuple[str, ...], tuple[str, ...]], int] = {}
+        layouts = self.flow.layouts
         for (func, phase, ins, outs), n in self.flow.ops.items():
-            key = (str(func), phase, tuple(map(_short, ins)), tuple(map(_short, outs)))
+            key = (str(func), phase, tuple(_short(layouts[i]) for i in ins), tuple(_short(layouts[i]) for i in outs))
             counts[key] = counts.get(key, 0) + n
         return tuple(
             OpCount(op=op, phase=phase, inputs=ins, outputs=outs, count=n)
@@ -318,9 +321,8 @@ class Tracer:
         )
 
 
-def _short(spec: tuple[Any, Any]) -> str:
-    names, placements = spec
-    return " ".join(f"{n} {placement_of(p).short()}" for n, p in zip(names or (), placements, strict=False))
+def _short(layout: Layout) -> str:
+    return " ".join(f"{d} {p.short()}" for d, p in zip(layout.dims, layout.placements, strict=True))
 
 
 def trace_step(case: Case, run: RunRecord, on_progress: Callable[[str], None] | None = None) -> Trace:

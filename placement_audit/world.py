@@ -36,6 +36,7 @@ class World:
         self._walk(ranks, (), keep)
         self._of_ranks: dict[tuple[int, ...], tuple[int, ...] | None] = {}
         self._of_mesh: dict[int, tuple[DeviceMesh, tuple[tuple[int, ...] | None, ...]]] = {}
+        self._layouts: dict[tuple[int, tuple[Any, ...]], Layout] = {}
 
     def _walk(self, ranks: Any, at: tuple[int, ...], keep: list[int]) -> None:
         if isinstance(ranks, list):
@@ -73,7 +74,13 @@ class World:
         return found[1]
 
     def layout(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
-        """A DTensor's placements, spelled by world mesh dim."""
+        """A DTensor's placements, spelled by world mesh dim; the same object each time they are met."""
+        found = self._layouts.get((id(mesh), placements))
+        if found is None:
+            found = self._layouts[id(mesh), placements] = self._layout(mesh, placements)
+        return found
+
+    def _layout(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
         dims: list[str] = []
         ours: list[Placement] = []
         for i, (span, p) in enumerate(zip(self.dims_of_mesh(mesh), placements, strict=True)):

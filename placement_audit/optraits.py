@@ -1,0 +1,80 @@
+"""What the flow must know of an op, told from its name and namespace once and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_COLLECTIVE_NAMESPACES = frozenset(
+    {"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"}
+)
+_NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"})
+"""`_wrap_tensor_autograd` came between torch 2.10 and 2.13."""
+
+_ADDS = frozenset({"add", "add_", "sub", "sub_", "_foreach_add_", "_foreach_add", "_foreach_sub_"})
+_FRESH = frozenset(
+    {
+        "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_ones",
+        "new_full", "new_empty_strided", "empty_strided", "fill", "fill_",
+    }
+)  # fmt: skip
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_", "zero", "_foreach_zero_"})
+_RANDOM = ("rand", "normal", "bernoulli", "dropout", "uniform", "multinomial", "exponential")
+_PASSES_ON = frozenset(
+    {
+        "t", "transpose", "view", "_to_copy", "alias", "detach", "clone", "permute", "_unsafe_view", "view_as",
+        "slice", "reshape", "unsqueeze", "squeeze", "expand", "wait_tensor", "lift_fresh", "_wrap_tensor_autograd",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """One op.
+
+    Attributes:
+        collective: it talks to other ranks.
+        zeros: its result is zero whatever went in.
+        fresh: its result's values do not depend on its input tensors.
+        ones: it makes autograd's first gradient.
+        random: its result is random.
+        adds: it adds its inputs up, as gradient accumulation does.
+        copies: it overwrites its first input with its second.
+        mutates: its result is one of its inputs, changed.
+        foreach_in_place: it changes lists of tensors and returns nothing.
+        passes_on: with one input, its result is that tensor in another form.
+    """
+
+    collective: bool
+    zeros: bool
+    fresh: bool
+    ones: bool
+    random: bool
+    adds: bool
+    copies: bool
+    mutates: bool
+    foreach_in_place: bool
+    passes_on: bool
+
+
+known: dict[Any, OpTraits] = {}
+"""Ops met so far."""
+
+
+def traits_of(func: Any) -> OpTraits:
+    """The traits of an op overload."""
+    name: str = func._opname
+    schema = func._schema
+    traits = known[func] = OpTraits(
+        collective=func.namespace in _COLLECTIVE_NAMESPACES and name not in _NOT_COLLECTIVES,
+        zeros=name in _ZEROS,
+        fresh=name in _FRESH,
+        ones=name == "ones_like",
+        random=any(part in name for part in _RANDOM),
+        adds=name in _ADDS,
+        copies=name in ("copy_", "_foreach_copy_"),
+        mutates=schema.is_mutable,
+        foreach_in_place=name.startswith("_foreach") and schema.is_mutable,
+        passes_on=name in _PASSES_ON,
+    )
+    return traits

@@ -1,0 +1,81 @@
+"""Writes a report: to standard output, or whole to a file or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from placement_audit.errors import UsageError
+
+
+def check_target(path: str) -> None:
+    """Refuse what cannot be written before an audit is spent on it.
+
+    Raises:
+        UsageError: no such folder, a folder itself, or no right to write there.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise UsageError(f"--output-file {path}: is a directory; give the name of a file.")
+    folder = target.resolve().parent
+    if not folder.is_dir():
+        raise UsageError(f"--output-file {path}: there is no folder {folder}. Make it first.")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--output-file {path}: no permission to write in {folder}.")
+
+
+def write_file(path: str, text: str) -> None:
+    """Write under a temporary name in the same folder, then rename: a reader never sees half a report.
+
+    Raises:
+        UsageError: it cannot be written (disk full, no permission, ...); an older file of that name stays.
+    """
+    target = Path(path).resolve()
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text)  # a pipe or a device: nothing to rename over
+            return
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            mode = target.stat().st_mode if target.exists() else 0o666 & ~_umask()
+            Path(temporary).chmod(mode & 0o777)  # mkstemp's is 0600, which CI artifact steps cannot read
+            Path(temporary).replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+            raise
+    except OSError as error:
+        raise UsageError(f"--output-file {path}: cannot be written: {error.strerror or error}.") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def write_stdout(text: str) -> None:
+    """Write to standard output; a reader who has gone (``| head``) is no error.
+
+    Raises:
+        UsageError: it cannot be written (disk full, ...).
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+    except OSError as error:
+        _drop_stdout()
+        raise UsageError(f"standard output: cannot be written: {error.strerror or error}.") from error
+
+
+def _drop_stdout() -> None:
+    """Python flushes standard output once more when it ends, and would complain again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
