@@ -118,8 +118,8 @@ def _parser(action: str, *, top: bool) -> argparse.ArgumentParser:
         parser = _Parser(
             prog="placement-audit" if top else "placement-audit audit",
             usage=_TOP,
-            description="Audits the gradient placements of a torchtitan job: for every parameter and mesh dim, which\n"
-            "placement its gradient should have, which it has, and where in the code they part.",
+            description="Audits the gradient placements of a torchtitan job: for every parameter and mesh\n"
+            "dim, which placement its gradient should have, which it has, and where they part.",
             epilog=_EPILOG,
             **common,
         )
@@ -147,8 +147,7 @@ def _parser(action: str, *, top: bool) -> argparse.ArgumentParser:
         _add_output(parser, formats=False)
         return parser
     if action == "rules":
-        parser = _Parser(prog="placement-audit rules", description="Lists the rules.", **common)
-        return parser
+        return _Parser(prog="placement-audit rules", description="Lists the rules.", **common)
     parser = _Parser(
         prog="placement-audit report",
         description="Renders a saved JSON report again, without torch; exits as the audit did.",

@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # A traceback is for us; the user is told whose fault it is.
         talk.error(
-            f"placement-audit itself failed: {type(error).__name__}: {error}. Please report it with the traceback "
+            f"placement-audit itself failed: {type(error).__name__}: {error}. Please report it with the "
+            "traceback "
             "that --verbose shows.",
             "".join(traceback.format_exception(error)),
         )
@@ -184,7 +185,7 @@ def _run(args: Namespace, talk: _Talk, finish: Callable[[Report], int]) -> int:
     from placement_audit.config import DEFAULT_TIMEOUT
     from placement_audit.launch import run_rank
 
-    run_rank(rank_env, audit, finish, say=talk.error, timeout=args.timeout or DEFAULT_TIMEOUT)
+    return run_rank(rank_env, audit, finish, say=talk.error, timeout=args.timeout or DEFAULT_TIMEOUT)
 
 
 def _read_report(path: str) -> Report:

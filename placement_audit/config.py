@@ -74,13 +74,15 @@ class RankEnv:
             text = environ.get(name, "0")
             if not (text.isascii() and text.isdigit()):
                 raise UsageError(
-                    f"environment variable {name}: expected a whole number, as torchrun sets it; got {text!r}."
+                    f"environment variable {name}: expected a whole number, as torchrun sets it; got "
+                    f"{text!r}."
                 )
             numbers[name] = int(text)
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
             raise UsageError(
                 f"environment variable RANK is {numbers['RANK']}, but WORLD_SIZE is {numbers['WORLD_SIZE']}: "
-                "ranks go from 0 to WORLD_SIZE - 1. Start with torchrun, or unset both to audit in one process."
+                "ranks go from 0 to WORLD_SIZE - 1. Start with torchrun, or unset both to audit in one "
+                "process."
             )
         return cls(rank=numbers["RANK"], local_rank=numbers["LOCAL_RANK"], world_size=numbers["WORLD_SIZE"])
 

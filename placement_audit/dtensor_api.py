@@ -27,11 +27,15 @@ __all__ = [
     "CORE_DIRS",
     "DTensor",
     "EagerMode",
+    "clean_fqn",
     "collective_group_ranks",
+    "dtype_name",
     "group_of",
     "in_backward",
     "in_recompute",
     "local_of",
+    "mark_node",
+    "marked_node",
     "placement_of",
     "relabelling",
     "replaced_everywhere",
@@ -91,6 +95,17 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
             return x
 
 
+_DTYPE_NAMES: dict[torch.dtype, str] = {}
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    """Torch's name of a tensor's dtype, without the ``torch.``."""
+    name = _DTYPE_NAMES.get(x.dtype)
+    if name is None:
+        name = _DTYPE_NAMES[x.dtype] = str(x.dtype).removeprefix("torch.")
+    return name
+
+
 def storage_key(x: torch.Tensor) -> int:
     """Address of the tensor's storage: views, saved tensors and in-place ops share it."""
     return x.untyped_storage()._cdata
@@ -104,6 +119,16 @@ def in_backward() -> bool:
 def in_recompute() -> bool:
     """True while activation checkpointing runs the forward again inside backward."""
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+def mark_node(node: Any, mark: object) -> None:
+    """Tie something of ours to an autograd node of a Python function (`to_local` and its like)."""
+    node._placement_audit = mark
+
+
+def marked_node() -> Any:
+    """What was tied to the autograd node that is running now, else None."""
+    return getattr(torch._C._current_autograd_node(), "_placement_audit", None)
 
 
 class EagerMode(TorchDispatchMode):
@@ -167,15 +192,18 @@ def replaced_everywhere(replacements: dict[Callable[..., Any], Callable[..., Any
     """Rebind functions in every loaded module that imported them by name, and back again.
 
     ``from torch.distributed.tensor import distribute_tensor`` copies the name, so that patching torch's
-    module alone would miss the callers that matter.
+    module alone would miss the callers that matter. A name imported ``as`` something else is not found.
     """
     by_id = {id(original): replacement for original, replacement in replacements.items()}
+    wanted = {original.__name__ for original in replacements}
     bound: list[tuple[Any, str, Any]] = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or by_id.keys().isdisjoint(map(id, names.values())):
+        if not isinstance(names, dict):
             continue
-        for name, value in list(names.items()):
+        # By name first: looking at every value of some 4,000 modules costs as much as a small model's step.
+        for name in wanted:
+            value = names.get(name)
             if id(value) in by_id:
                 bound.append((module, name, value))
                 setattr(module, name, by_id[id(value)])

@@ -74,6 +74,7 @@ class Flow(EagerMode):
         self.on_use = on_use
         self.seeding = False
         self._entered: Any = None
+        self._inside = 0
         self._plans: dict[tuple[int, int, bool], list[tuple[int, Any, State]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,10 +91,12 @@ class Flow(EagerMode):
 
     def _dtensor_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._entered = func
+        self._inside += 1
         try:
             out = self.call_again(func, args, kwargs)
         finally:
             self._entered = None
+            self._inside -= 1
         ins = _tensors(args, kwargs)
         outs = [out] if isinstance(out, torch.Tensor) else _flat(out)
         for o in outs:
@@ -177,6 +180,8 @@ class Flow(EagerMode):
         if traits.collective:
             return self._collective(func, args, kwargs)
         out = func(*args, **kwargs)
+        if traits.views and not self.ledger.any_own and _shares(out, args):
+            return out  # same storage, same state, same parameter
         ins = _tensors(args, kwargs)
         outs = [out] if isinstance(out, torch.Tensor) else _flat(out)
         if not outs:
@@ -207,9 +212,9 @@ class Flow(EagerMode):
 
     def _fresh(self, traits: OpTraits, ins: list[torch.Tensor]) -> int:
         ledger = self.ledger
-        if self.seeding and traits.ones and ins:
-            # The first gradient: each rank's own where the loss is each rank's own.
-            self.seeding = False
+        if self.seeding and traits.ones and ins and current_phase() is Phase.FORWARD:
+            # The first gradient: each rank's own where the loss is each rank's own. DTensor may make it
+            # more than once, to learn its shape.
             return ledger.as_grad(ledger.get(ins[0]))
         if traits.random and not in_backward():
             self.random_ops += 1
@@ -270,7 +275,7 @@ class Flow(EagerMode):
             if len(ins) == 1 and (_traits.get(func) or traits_of(func)).passes_on:
                 params.update(dict.fromkeys(out_keys, params[in_key]))
                 return
-            if torch.is_grad_enabled() and current_phase() is Phase.FORWARD:
+            if not self._inside and torch.is_grad_enabled() and current_phase() is Phase.FORWARD:
                 self.on_use(func._opname, params[in_key], x, out)
             break
         for key in out_keys:
@@ -322,6 +327,12 @@ def _flat(out: Any) -> list[torch.Tensor]:
     if isinstance(out, list | tuple):
         return [x for o in out for x in _flat(o)]
     return []
+
+
+def _shares(out: Any, args: Any) -> bool:
+    """Whether a view op really made a view: reshape, contiguous and to may copy."""
+    first = out if isinstance(out, torch.Tensor) else out[0] if out else None
+    return first is not None and storage_key(local_of(first)) == storage_key(local_of(args[0]))
 
 
 def _covers(x: torch.Tensor) -> bool:

@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from placement_audit import callsite, states
 from placement_audit.dtensor_api import (
+    dtype_name,
     in_backward,
     local_of,
+    mark_node,
+    marked_node,
     spec_of,
     storage_key,
 )
@@ -86,7 +89,9 @@ class Interceptor:
     @property
     def running(self) -> RawBoundary | None:
         """The boundary call, or the backward of one, that is running now."""
-        return self._running[-1] if self._running else None
+        if self._running:
+            return self._running[-1]
+        return marked_node() if in_backward() else None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -167,28 +172,23 @@ class Interceptor:
     # ---- backward
 
     def _hook(self, raw: RawBoundary, node: Any, kind: str) -> None:
-        def pre(grads: Any) -> None:
-            g = grads[0]
-            self._running.append(raw)
-            if g is not None:
-                raw.grad = RawCrossing(self._crossings, self._layout(g), self._ledger.get(g), _info(g))
-                self._crossings += 1
-
-        def post(outs: Any, _grads: Any) -> None:
-            if self._running and self._running[-1] is raw:
-                self._running.pop()
-            g = outs[0] if outs else None
-            if g is None or raw.grad is None:
+        def crossed(outs: Any, grads: Any) -> None:
+            arrived, g = grads[0], outs[0]
+            if arrived is None or g is None:
                 return
-            raw.grad.left = self._layout(g)
+            raw.grad = crossing = RawCrossing(
+                self._crossings, self._layout(arrived), self._ledger.get(arrived), _info(arrived)
+            )
+            self._crossings += 1
+            crossing.left = self._layout(g)
             if raw.src is not None and raw.dst is None:
                 self._into_dtensor(raw, g, kind)
             elif raw.src is None:
                 self._out_of_dtensor(raw, g)
-            raw.grad.left_sid = self._ledger.get(g)
+            crossing.left_sid = self._ledger.get(g)
 
-        node.register_prehook(pre)
-        node.register_hook(post)
+        node.register_hook(crossed)
+        mark_node(node, raw)
 
     def _into_dtensor(self, raw: RawBoundary, g: torch.Tensor, kind: str) -> None:
         """Backward of `to_local`: a plain gradient got a label. Blame the call where the label is false."""
@@ -266,11 +266,9 @@ def _term_of_a_term(arrived: State, size: int, boundary: int) -> State:
 
 
 def _info(x: torch.Tensor) -> TensorInfo:
-    local = local_of(x)
+    shape = tuple(x.shape)
     return TensorInfo(
-        global_shape=tuple(x.shape),
-        local_shape=tuple(local.shape),
-        dtype=str(x.dtype).removeprefix("torch."),
+        global_shape=shape,
+        local_shape=tuple(local_of(x).shape) if isinstance(x, DTensor) else shape,
+        dtype=dtype_name(x),
     )
-
-

@@ -23,6 +23,7 @@ class Ledger:
 
     Attributes:
         dims: world mesh dim names, in mesh order.
+        any_own: whether some tensor's state differs from its storage's.
         assumed: tensors met that nothing had written down; they were taken as invariant.
     """
 
@@ -40,7 +41,7 @@ class Ledger:
         self._kept: list[torch.UntypedStorage] | None = [] if keep_alive else None
         self._by_storage: dict[int, int] = {}
         self._by_tensor: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._any_own = False
+        self.any_own = False
         self._sids: dict[tuple[Vector, bool], int] = {}
         self._vectors: list[Vector] = []
         self._grads: list[bool] = []
@@ -107,7 +108,7 @@ class Ledger:
 
     def get_by(self, x: torch.Tensor, key: int) -> int:
         """`get` for a caller who has the tensor's storage key already."""
-        if self._any_own:
+        if self.any_own:
             own = self._by_tensor.get(local_of(x))
             if own is not None:
                 return own
@@ -130,17 +131,17 @@ class Ledger:
         if self._kept is not None and key not in self._by_storage:
             self._kept.append(local_of(x).untyped_storage())
         self._by_storage[key] = sid
-        if self._any_own:
+        if self.any_own:
             self._by_tensor.pop(local_of(x), None)
 
     def put_alone(self, x: torch.Tensor, sid: int) -> None:
         """Write down one tensor and leave the others that share its storage as they are."""
         x = local_of(x)
         if self._by_storage.get(storage_key(x)) == sid:
-            if self._any_own:
+            if self.any_own:
                 self._by_tensor.pop(x, None)
             return
-        self._any_own = True
+        self.any_own = True
         self._by_tensor[x] = sid
 
     def kind(self, sid: int, dim: int) -> StateKind:

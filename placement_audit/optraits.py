@@ -42,6 +42,7 @@ class OpTraits:
         copies: it overwrites its first input with its second.
         mutates: its result is one of its inputs, changed.
         foreach_in_place: it changes lists of tensors and returns nothing.
+        views: its results share its one input's storage, as its schema says.
         passes_on: with one input, its result is that tensor in another form.
     """
 
@@ -54,6 +55,7 @@ class OpTraits:
     copies: bool
     mutates: bool
     foreach_in_place: bool
+    views: bool
     passes_on: bool
 
 
@@ -75,6 +77,15 @@ def traits_of(func: Any) -> OpTraits:
         copies=name in ("copy_", "_foreach_copy_"),
         mutates=schema.is_mutable,
         foreach_in_place=name.startswith("_foreach") and schema.is_mutable,
+        views=_is_view(schema),
         passes_on=name in _PASSES_ON,
     )
     return traits
+
+
+def _is_view(schema: Any) -> bool:
+    """All results are annotated as aliases of a read-only argument, and one tensor goes in."""
+    tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
+    if len(tensors) != 1 or not schema.returns or schema.is_mutable:
+        return False
+    return all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ class Options:
 
 
 @contextmanager
-def quiet(verbose: bool = False) -> Iterator[None]:
+def quiet(verbose: bool = False) -> Generator[None]:
     """Silence torchtitan's log and torch's warnings; torchtitan logs to the root logger."""
     if verbose:
         yield
@@ -74,7 +74,7 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
     phases: list[tuple[str, float]] = []
 
     @contextmanager
-    def phase(name: str) -> Iterator[None]:
+    def phase(name: str) -> Generator[None]:
         PROGRESS.phase(name)
         options.tell(name, None)
         start = time.perf_counter()
@@ -129,7 +129,8 @@ def _run_record(config: AuditConfig, case: Case) -> RunRecord:
 def _check_case(case: Case) -> None:
     if case.mesh.size() == 1:
         raise IncompleteError(
-            f"audited nothing: {case.name} runs on 1 rank, so no gradient needs a reduction. Give the job a degree "
+            f"audited nothing: {case.name} runs on 1 rank, so no gradient needs a reduction. Give the job a "
+            "degree "
             "of 2 or more (parallelism.tensor_parallel_degree, data_parallel_shard_degree), or --world-size."
         )
 
@@ -149,7 +150,8 @@ def _failed(error: Exception, case: Case, *, alone: bool) -> IncompleteError:
     hint = ""
     if alone and case.device_type == "meta":
         hint = (
-            "\nThe tensors were on the meta device, which has shapes and no values. If the model reads values "
+            "\nThe tensors were on the meta device, which has shapes and no values. If the model reads "
+            "values "
             "(.item(), .tolist()), audit it with --device cpu, or on real ranks under torchrun."
         )
     return IncompleteError(

@@ -133,6 +133,7 @@ def check_digests(digests: Mapping[int, str]) -> None:
         alike = [r for r in digests if r not in others]
         raise IncompleteError(
             f"the ranks judge differently: {named(alike)} agree, {named(others)} "
-            f"{'differs' if len(others) == 1 else 'differ'}. Either the job does something else on these ranks, or "
+            f"{'differs' if len(others) == 1 else 'differ'}. Either the job does something else on these "
+            "ranks, or "
             "placement-audit is wrong: compare with a run in one process."
         )

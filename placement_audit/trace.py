@@ -16,6 +16,7 @@ from placement_audit.case import Case
 from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
     clean_fqn,
+    dtype_name,
     local_of,
     relabelling,
     replaced_everywhere,
@@ -183,7 +184,7 @@ class Tracer:
             phase=current_phase(),
             boundary=owner.index if owner is not None else None,
             module_fqn=owner.module_fqn if owner is not None else self._module_fqn(),
-            dtype=str(sent.dtype).removeprefix("torch.") if sent is not None else "",
+            dtype=dtype_name(sent) if sent is not None else "",
             numel=sent.numel() if sent is not None else 0,
             equal=equal,
             site=None if owner is not None else callsite.take(2)[0],
@@ -240,7 +241,7 @@ class Tracer:
             grad = GradRecord(
                 layout=self._layout(g),
                 state=self.ledger.vector(self.ledger.get(g)),
-                dtype=str(g.dtype).removeprefix("torch."),
+                dtype=dtype_name(g),
             )
         uses = tuple(
             ParamUse(
@@ -254,7 +255,7 @@ class Tracer:
             tensor=TensorInfo(
                 global_shape=tuple(p.shape),
                 local_shape=tuple(local_of(p).shape),
-                dtype=str(p.dtype).removeprefix("torch."),
+                dtype=dtype_name(p),
             ),
             requires_grad=p.requires_grad,
             grad=grad,

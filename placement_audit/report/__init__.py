@@ -1,0 +1,94 @@
+"""Renders a report: one function, one format each; strings out, nothing printed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from io import StringIO
+from typing import Literal
+
+from placement_audit.errors import UsageError
+from placement_audit.model import Report
+
+FORMATS = ("text", "json")
+"""What `render` knows."""
+
+Color = Literal["auto", "always", "never"]
+
+COLORS: tuple[Color, ...] = ("auto", "always", "never")
+
+NO_TERMINAL = (200, 50)
+"""Width and height where there is no terminal to ask: rich would take 80 columns and cut names."""
+
+
+def render(report: Report, fmt: str, *, width: int | None = None, color: Color = "auto") -> str:
+    """The report in one format.
+
+    Args:
+        report: what to render.
+        fmt: one of `FORMATS`.
+        width: columns of the text report; None asks the terminal, then ``COLUMNS``, then takes 200.
+        color: "auto" colors on a terminal only, unless ``NO_COLOR`` is set or ``TERM`` is dumb;
+            ``FORCE_COLOR`` colors anywhere.
+
+    Returns:
+        The whole output, with a newline at its end.
+
+    Raises:
+        UsageError: no such format.
+    """
+    if fmt == "json":
+        from placement_audit.report.json_io import dumps
+
+        return dumps(report)
+    if fmt == "text":
+        return _text(report, width, color)
+    raise UsageError(f"Unknown report format {fmt!r}; expected one of {', '.join(FORMATS)}.")
+
+
+def _text(report: Report, width: int | None, color: Color) -> str:
+    # rich is imported here so that reading and writing JSON does not pay for it
+    from rich.console import Console
+
+    from placement_audit.report.text import print_report
+
+    out = StringIO()
+    columns, rows = _size(width)
+    colored = _colored(color)
+    console = Console(
+        file=out,
+        width=columns,
+        height=rows,
+        force_terminal=colored,
+        color_system="standard" if colored else None,
+        no_color=not colored,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    print_report(report, console)
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().removesuffix("\n").split("\n"))
+
+
+def _size(width: int | None) -> tuple[int, int]:
+    if width is not None:
+        return width, NO_TERMINAL[1]
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns), NO_TERMINAL[1]
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or NO_TERMINAL[0], NO_TERMINAL[1]
+    except (AttributeError, ValueError, OSError):
+        return NO_TERMINAL
+
+
+def _colored(color: Color) -> bool:
+    if color != "auto":
+        return color == "always"
+    if False:
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    isatty = getattr(sys.stdout, "isatty", None)
+    return bool(isatty and isatty()) and os.environ.get("TERM") not in ("dumb", "unknown")

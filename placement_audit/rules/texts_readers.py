@@ -1,0 +1,75 @@
+"""PA4xx: who reads the gradients; PA9xx: faults of placement-audit itself."""
+
+from __future__ import annotations
+
+from placement_audit.model import Severity
+from placement_audit.rules.rule import Link, Rule
+
+DEFERRED_REDUCTION = Rule(
+    id="PA401",
+    name="deferred-reduction",
+    severity=Severity.NOTE,
+    summary=".grad is left Partial: right once whoever reads it has reduced it.",
+    why="""\
+The sum over the mesh dim has not been made when backward returns; the label says so, and a reader
+that minds labels makes it. Nothing is wrong yet, and there may be fewer collectives: declaring Partial
+at both ends of SimpleFSDP's wrapper turned 8 all-reduces into 3.
+
+Readers that were seen to reduce: `clip_grad_norm_` and the optimizers of torch 2.13. Readers that do
+not: anything that takes `.grad.to_local()`, such as a hand-written optimizer (0.57 off after one
+step), or a norm that sums squares of local parts (0.89 of the true norm).
+
+On torch 2.10 in-place foreach ops on a Partial tensor silently do nothing: `clip_grad_norm_` returns
+the right norm and leaves these gradients unclipped (norm weights scaled by 1.0000, the others by
+0.0344), and foreach SGD with momentum is wrong from its second step. AdamW's first step hides it.""",
+    how_judged="""\
+The gradient is labelled Partial along the mesh dim and really is one term a rank, with the right
+scale. Who reads it after backward is not followed.""",
+    bad="""\
+# p.grad is Partial on tp: each rank applies its own term
+for p in params:
+    p.to_local().add_(p.grad.to_local(), alpha=-lr)""",
+    good="""\
+for p in params:
+    grad = p.grad.redistribute(placements=p.placements)
+    p.to_local().add_(grad.to_local(), alpha=-lr)""",
+    fix="""\
+Nothing, with torch 2.13's own clipping and optimizers. Before anything else reads it:
+`p.grad = p.grad.redistribute(placements=p.placements)`.
+
+Where the reduction runs decides its dtype: in `from_local`'s backward it is the gradient's own, and
+not FSDP's reduce_dtype, which covers the data-parallel mesh dims only.""",
+    links=(
+        Link(
+            ref="pytorch/torchtitan#2217", about="tp without data parallelism leaves norm gradients Partial"
+        ),
+        Link(ref="pytorch/pytorch#190626", about="reduce_dtype and the tp all-reduce"),
+        Link(ref="pytorch/pytorch#159856", about="torch's own norm of a Partial tensor, mended"),
+        Link(ref="NVIDIA-NeMo/RL#3788", about="a total norm taken over local parts"),
+    ),
+)
+
+EVIDENCE_DISAGREES = Rule(
+    id="PA901",
+    name="evidence-disagrees",
+    severity=Severity.ERROR,
+    summary="Traced and measured verdicts on a parameter differ: a fault of placement-audit itself.",
+    why="""\
+One of the two is wrong about this parameter, so neither can be relied on here. It is reported as an
+error, and loudly, because a tool that hides such a difference is worth nothing.""",
+    how_judged="""\
+Where a run has both strengths of evidence, the verdicts on every parameter and mesh dim are compared.
+What a trace cannot see (the report lists it) is no disagreement: a parameter that is measured wrong
+and traced ok for one of those reasons is reported as measured.""",
+    bad="""\
+traced     ok                on tp
+measured   lost reduction    on tp, relative error 0.71""",
+    good="""\
+traced     lost reduction    on tp
+measured   lost reduction    on tp, relative error 0.71""",
+    fix="""\
+Please report it, with the JSON report (`--format json`): it holds the whole trace. Until then trust
+the measured verdict: it compares values with a single-process reference.""",
+)
+
+READER_RULES = (DEFERRED_REDUCTION, EVIDENCE_DISAGREES)

@@ -1,0 +1,126 @@
+"""Under torchrun: one message, one status on every rank, nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.gloo]
+
+REPO = Path(__file__).parents[2]
+
+FAULT = """\
+import os, time
+from torchtitan.models.llama3.model import model
+
+original = model.FeedForward.forward
+calls = 0
+
+
+def forward(self, x):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["RANK"] in os.environ["FAULTY_RANKS"].split(","):
+        if os.environ["FAULT"] == "hang":
+            time.sleep(1000)
+        raise RuntimeError("this layer is broken")
+    return original(self, x)
+
+
+model.FeedForward.forward = forward
+"""
+
+
+def torchrun(
+    folder: Path, ranks: int, config: str, *args: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--master-port=0", "-m", "placement_audit", "--config", str(REPO / "configs" / config), *args]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=folder,
+        env={**os.environ, **env, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def ours(stderr: str) -> str:
+    """What we said, without torchrun's own 40 lines."""
+    text = stderr[stderr.index("placement-audit: error: ") :]
+    return re.split(r"\n[EW]\d{4} |\nTraceback", text)[0]
+
+
+def statuses(stderr: str) -> list[int]:
+    """Exit status of every rank, as torchrun lists them."""
+    return [int(n) for n in re.findall(r"^  exitcode  : (-?\d+)", stderr, flags=re.M)]
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULT)
+    return tmp_path
+
+
+def test_a_hung_rank_is_named_with_its_place_and_what_the_others_wait_in(faulty):
+    override = ("--", "--experimental.custom_import", "faulty")
+    done = torchrun(faulty, 2, "tp.toml", "--timeout", "8", *override, FAULT="hang", FAULTY_RANKS="1")
+    lines = ours(done.stderr).splitlines()
+    assert lines[0] == "placement-audit: error: rank 1 hung: no progress for 8 s (--timeout)."
+    assert re.fullmatch(
+        r"  rank 1: last collective was all_gather #\d+ over tp in forward, \d+ s ago; at faulty.py:13 in forward",
+        lines[1],
+    )
+    assert re.match(r"  rank 0: waiting in reduce_scatter #\d+ over tp in forward, \d+ s ago; at ", lines[2])
+    assert statuses(done.stderr) == [3, 3]
+    assert done.stderr.count("placement-audit: error") == 1
+
+
+def test_a_rank_that_raises_ends_all_with_its_own_error(faulty):
+    override = ("--", "--experimental.custom_import", "faulty")
+    done = torchrun(faulty, 2, "tp.toml", *override, FAULT="raise", FAULTY_RANKS="1")
+    assert ours(done.stderr).startswith(
+        "placement-audit: error: rank 1: simple_fsdp.llama3 debugmodel failed in forward, module "
+        '"layers.2.feed_forward": RuntimeError: this layer is broken (faulty.py:14 in forward).'
+    )
+    assert statuses(done.stderr) == [3, 3]
+    assert done.stderr.count("placement-audit: error") == 1
+
+
+def test_ranks_that_fail_alike_say_it_once(faulty):
+    override = ("--", "--experimental.custom_import", "faulty")
+    done = torchrun(faulty, 2, "tp.toml", *override, FAULT="raise", FAULTY_RANKS="0,1")
+    assert ours(done.stderr).startswith(
+        "placement-audit: error: simple_fsdp.llama3 debugmodel failed in forward"
+    )
+    assert statuses(done.stderr) == [3, 3]
+    assert done.stderr.count("placement-audit: error") == 1
+
+
+def test_a_world_that_torchrun_did_not_start(tmp_path):
+    done = torchrun(tmp_path, 2, "fsdp_tp.toml")
+    assert "torchrun started 2 processes, but the job's degrees give 4" in ours(done.stderr)
+    assert statuses(done.stderr) == [2, 2]
+    assert done.stderr.count("placement-audit: error") == 1
+
+
+def test_a_good_run_prints_one_report_and_ends_clean(tmp_path):
+    done = torchrun(tmp_path, 2, "tp.toml")
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    assert done.stdout.count("clean: 57 parameters judged") == 1
+
+
+def test_rank_0_that_cannot_write_ends_all(tmp_path):
+    done = torchrun(tmp_path, 2, "tp.toml", "--output-file", "/dev/full")
+    assert ours(done.stderr) == (
+        "placement-audit: error: --output-file /dev/full: cannot be written: No space left on device."
+    )
+    assert statuses(done.stderr) == [2, 2]

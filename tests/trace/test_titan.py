@@ -1,0 +1,120 @@
+"""torchtitan's own simple_fsdp.llama3, built and traced in one process: stock is right, the proposed fix is not."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from placement_audit.model import Report, Verdict
+from tests.trace.titan import OTHER_HALF, PR_2532, report_on, rewritten
+from tests.trace.worlds import judgement, of_rule
+
+pytestmark = pytest.mark.trace
+
+FLOAT32 = ("--training.mixed_precision_param", "float32")
+TP8 = ("--parallelism.tensor_parallel_degree", "8")
+
+
+def norms(report: Report) -> set[str]:
+    return {p.fqn for p in report.trace.params if "norm" in p.fqn}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "params"),
+    [
+        ("fsdp_tp.toml", (), 57),
+        ("fsdp_tp.toml", FLOAT32, 57),
+        ("fsdp_tp.toml", ("--activation_checkpoint.mode", "full"), 57),
+        ("fsdp_tp.toml", ("--activation_checkpoint.mode", "selective"), 57),
+        (
+            "fsdp_tp.toml",
+            ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
+            57,
+        ),
+        ("fsdp_tp.toml", ("--parallelism.disable_loss_parallel",), 57),
+        ("fsdp_tp.toml", ("--model.flavor", "8B"), 291),
+        ("hsdp_tp.toml", (), 57),
+        ("hsdp_tp.toml", FLOAT32, 57),
+        ("hsdp_tp.toml", ("--model.flavor", "8B", "--activation_checkpoint.mode", "full"), 291),
+        ("hsdp_tp.toml", ("--parallelism.data_parallel_shard_degree", "1"), 57),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
+)
+def test_stock_is_right(config: str, overrides: tuple[str, ...], params: int) -> None:
+    report = report_on(config, *overrides)
+    assert report.findings == ()
+    assert report.exit_status == 0
+    assert {j.verdict for j in report.judgements} == {Verdict.OK}
+    assert len({j.param_fqn for j in report.judgements}) == params
+    assert {j.mesh_dim for j in report.judgements} == set(report.trace.mesh.dim_names)
+
+
+@pytest.mark.parametrize("overrides", [(), ("--parallelism.disable_loss_parallel",), TP8], ids=" ".join)
+def test_tp_alone_leaves_the_norms_to_their_readers(overrides: tuple[str, ...]) -> None:
+    report = report_on("tp.toml", *overrides)
+    assert [f for f in report.findings if f.severity != "note"] == []
+    assert report.exit_status == 0
+    assert {j.param_fqn for j in report.judgements if j.verdict is Verdict.DEFERRED} == norms(report)
+    assert {j.verdict for j in report.judgements if j.param_fqn not in norms(report)} == {Verdict.OK}
+
+
+def test_tp_alone_embedding_gradient_is_replicate_and_said_so() -> None:
+    j = judgement(report_on("tp.toml"), "tok_embeddings.weight", "tp")
+    assert (str(j.placement), str(j.observed), j.verdict) == ("Shard(0)", "Replicate()", Verdict.OK)
+    assert j.reason == "complete on every rank, although the parameter is a shard"
+
+
+@pytest.mark.parametrize(("tp", "factor"), [("2", 2), ("8", 8)])
+def test_the_proposed_fix_alone_doubles(tp: str, factor: int) -> None:
+    with rewritten(PR_2532) as line:
+        report = report_on("fsdp_tp.toml", "--parallelism.tensor_parallel_degree", tp)
+    found = of_rule(report, "PA202")
+    assert {f.param_fqn for f in found} == norms(report)
+    assert len(found) == 13
+    assert len(report.findings) == 13
+    assert {f.mesh_dim for f in found} == {"tp"}
+    assert {(f.path[0].call_site.line, f.path[0].kind) for f in found} == {(line, "to_local")}
+    assert {judgement(report, fqn, "tp").factor for fqn in norms(report)} == {Fraction(factor)}
+    assert report.exit_status == 1
+
+
+def test_the_finding_names_who_reduced_already() -> None:
+    with rewritten(PR_2532):
+        report = report_on("fsdp_tp.toml")
+    partners = {(s.kind, s.call_site.function) for f in report.findings for s in f.path[1:]}
+    assert partners == {("from_local", "replicate_compute")}
+
+
+@pytest.mark.parametrize("config", ["fsdp_tp.toml", "hsdp_tp.toml"])
+def test_given_to_both_ends_it_is_right_and_deferred(config: str) -> None:
+    with rewritten(PR_2532, OTHER_HALF):
+        report = report_on(config)
+    assert report.findings == ()
+    assert {j.param_fqn for j in report.judgements if j.verdict is Verdict.DEFERRED} == norms(report)
+    assert {j.verdict for j in report.judgements} == {Verdict.OK, Verdict.DEFERRED}
+
+
+def test_the_other_half_alone_loses_the_reduction() -> None:
+    with rewritten(OTHER_HALF) as line:
+        report = report_on("fsdp_tp.toml")
+    found = of_rule(report, "PA201")
+    assert {f.param_fqn for f in found} == norms(report)
+    assert {f.path[0].call_site.line for f in found} == {line}
+
+
+def test_a_data_parallel_average_is_no_fault_but_one_that_differs_is() -> None:
+    average = ('self.grad_placements\n', '[Partial("avg")] * self.device_mesh.ndim\n')
+    with rewritten(average):
+        report = report_on("fsdp_tp.toml")
+    assert report.findings == ()
+    assert {j.factor for j in report.judgements if j.mesh_dim == "fsdp"} == {Fraction(1, 2)}
+    one = (
+        "grad_placements=self.grad_placements\n",
+        'grad_placements=[Partial("avg" if x.numel() == 256 * 2048 else "sum")] * self.device_mesh.ndim\n',
+    )
+    with rewritten(one):
+        report = report_on("fsdp_tp.toml")
+    wrong = {f.param_fqn for f in report.findings if f.severity == "error"}
+    assert wrong == {p.fqn for p in report.trace.params if p.tensor.global_shape in ((256, 2048), (2048, 256))}
+    assert {f.rule_id for f in report.findings} == {"PA203"}
