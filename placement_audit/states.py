@@ -95,6 +95,8 @@ def combine(a: State, b: State, *, a_grad: bool, b_grad: bool, adds: bool) -> St
 def reduced(state: State, size: int, reduce_op: str | None, *, is_grad: bool) -> State:
     """After an all-reduce over ``size`` ranks: the same value everywhere."""
     kind = state.kind
+    if kind is StateKind.ZERO:
+        return state
     if kind is StateKind.VARYING:
         kind = StateKind.INVARIANT
     return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
@@ -102,7 +104,9 @@ def reduced(state: State, size: int, reduce_op: str | None, *, is_grad: bool) ->
 
 def scattered(state: State, size: int, reduce_op: str | None, *, is_grad: bool) -> State:
     """After a reduce-scatter over ``size`` ranks: each rank its own part of the sum."""
-    kind = StateKind.VARYING if state.kind in (StateKind.INVARIANT, StateKind.ZERO) else state.kind
+    if state.kind is StateKind.ZERO:
+        return state
+    kind = StateKind.VARYING if state.kind is StateKind.INVARIANT else state.kind
     return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
 
 
@@ -119,8 +123,8 @@ def exchanged(state: State) -> State:
 
 
 def as_part(state: State) -> State:
-    """An equal value read as each rank's own part (a shard, or a term of a sum)."""
-    if state.kind in (StateKind.INVARIANT, StateKind.ZERO):
+    """An equal value read as each rank's own part (a shard, or a term of a sum); zero stays neutral."""
+    if state.kind is StateKind.INVARIANT:
         return State(StateKind.VARYING, state.scale, state.blame)
     return state
 
