@@ -32,11 +32,19 @@ from placement_audit.optraits import known as _traits
 from placement_audit.world import World
 
 
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+
+
+def _phase_index() -> int:
+    """`current_phase` as an index: an enum's hash is Python code, and this one is hashed at each op."""
+    if in_backward():
+        return 1
+    return 2 if in_recompute() else 0
+
+
 def current_phase() -> Phase:
     """Forward, backward, or activation checkpointing's second forward."""
-    if in_backward():
-        return Phase.BACKWARD
-    return Phase.RECOMPUTE if in_recompute() else Phase.FORWARD
+    return PHASES[_phase_index()]
 
 
 class Flow(EagerMode):
@@ -45,7 +53,7 @@ class Flow(EagerMode):
     Attributes:
         ledger: the states.
         world: the world mesh.
-        ops: (op, phase, layouts in, layouts out, by identity) -> calls.
+        ops: (op, index into `PHASES`, layouts in, layouts out, by identity) -> calls.
         layouts: identity -> layout.
         random_ops: random ops seen in forward; taken as equal on all ranks.
         params: storage key -> FQN, of parameters and what was gathered, cast or re-wrapped from them.
@@ -66,7 +74,7 @@ class Flow(EagerMode):
         super().__init__()
         self.ledger = ledger
         self.world = world
-        self.ops: Counter[tuple[Any, Phase, tuple[int, ...], tuple[int, ...]]] = Counter()
+        self.ops: Counter[tuple[Any, int, tuple[int, ...], tuple[int, ...]]] = Counter()
         self.layouts: dict[int, Layout] = {}
         self.random_ops = 0
         self.params: dict[int, str] = {}
@@ -102,9 +110,9 @@ class Flow(EagerMode):
         for o in outs:
             if isinstance(o, DTensor):
                 self.settle(o, ins)
-        phase = current_phase()
+        phase = _phase_index()
         self.ops[func, phase, self._layouts_of(ins), self._layouts_of(outs)] += 1
-        if phase is Phase.FORWARD:
+        if phase == 0:
             in_keys = [storage_key(local_of(x)) for x in ins]
             self._follow_param(func, ins, in_keys, out, [storage_key(local_of(o)) for o in outs])
         return out
@@ -180,7 +188,8 @@ class Flow(EagerMode):
         if traits.collective:
             return self._collective(func, args, kwargs)
         out = func(*args, **kwargs)
-        if traits.views and not self.ledger.any_own and _shares(out, args):
+        ledger = self.ledger
+        if traits.views and not ledger.any_own and _shares(out, args):
             return out  # same storage, same state, same parameter
         ins = _tensors(args, kwargs)
         outs = [out] if isinstance(out, torch.Tensor) else _flat(out)
@@ -188,8 +197,7 @@ class Flow(EagerMode):
             if traits.foreach_in_place:
                 self._foreach_in_place(traits, args)
             return out
-        ledger = self.ledger
-        in_keys = [storage_key(local_of(x)) for x in ins]
+        in_keys = [x.untyped_storage()._cdata if type(x) is torch.Tensor else storage_key(local_of(x)) for x in ins]
         if traits.zeros:
             sid = ledger.zero
         elif traits.fresh or not ins:
@@ -197,16 +205,20 @@ class Flow(EagerMode):
         else:
             sid = ledger.get_by(ins[0], in_keys[0])
             if len(ins) > 1:
-                sids = [ledger.get_by(x, k) for x, k in zip(ins, in_keys, strict=True)]
-                sid = sids[1] if traits.copies and _covers(ins[0]) else ledger.combine(sids, adds=traits.adds)
-        out_keys = [storage_key(local_of(o)) for o in outs]
+                for x, key in zip(ins[1:], in_keys[1:], strict=True):
+                    other = ledger.get_by(x, key)
+                    if other != sid:
+                        sid = ledger.combine2(sid, other, adds=traits.adds)
+                if traits.copies and _covers(ins[0]):
+                    sid = ledger.get_by(ins[1], in_keys[1])
+        out_keys = [o.untyped_storage()._cdata if type(o) is torch.Tensor else storage_key(local_of(o)) for o in outs]
         for o, key in zip(outs, out_keys, strict=True):
             if key not in in_keys or traits.mutates:
                 ledger.put_by(o, key, sid)
             elif ledger.get_by(o, key) != sid:
                 # A view of an input must not rewrite the input.
                 ledger.put_alone(o, sid)
-        if not in_backward():
+        if self.params and not in_backward():
             self._follow_param(func, ins, in_keys, out, out_keys)
         return out
 

@@ -82,14 +82,17 @@ class Ledger:
         """The vector of an op's result."""
         out = sids[0]
         for sid in sids[1:]:
-            if sid == out:
-                continue
-            key = (out, sid, adds)
-            found = self._combined.get(key)
-            if found is None:
-                found = self._combined[key] = self._combine(out, sid, adds=adds)
-            out = found
+            if sid != out:
+                out = self.combine2(out, sid, adds=adds)
         return out
+
+    def combine2(self, a: int, b: int, *, adds: bool) -> int:
+        """`combine` of two."""
+        key = (a, b, adds)
+        found = self._combined.get(key)
+        if found is None:
+            found = self._combined[key] = self._combine(a, b, adds=adds)
+        return found
 
     def _combine(self, a: int, b: int, *, adds: bool) -> int:
         a_grad, b_grad = self._grads[a], self._grads[b]

@@ -23,7 +23,7 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
-from placement_audit.flow import Flow, current_phase
+from placement_audit.flow import PHASES, Flow, current_phase
 from placement_audit.intercept import Interceptor, RawBoundary, RawCrossing
 from placement_audit.ledger import Ledger
 from placement_audit.model import (
@@ -314,7 +314,7 @@ class Tracer:
         counts: dict[tuple[str, Phase, tuple[str, ...], tuple[str, ...]], int] = {}
         layouts = self.flow.layouts
         for (func, phase, ins, outs), n in self.flow.ops.items():
-            key = (str(func), phase, tuple(_short(layouts[i]) for i in ins), tuple(_short(layouts[i]) for i in outs))
+            key = (str(func), PHASES[phase], tuple(_short(layouts[i]) for i in ins), tuple(_short(layouts[i]) for i in outs))
             counts[key] = counts.get(key, 0) + n
         return tuple(
             OpCount(op=op, phase=phase, inputs=ins, outputs=outs, count=n)

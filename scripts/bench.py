@@ -1,0 +1,104 @@
+"""Benchmarks of placement-audit; speed is measured here and never in a timed test.
+
+    python3 scripts/bench.py                     traced over untraced time of one step on meta, three models
+    python3 scripts/bench.py --models 8B --pairs 9
+
+Each pair runs the same step untraced and traced, one after the other, in one process; the figure is the
+median of the pairs' ratios, so that a machine whose speed drifts does not change it. Needs the project's
+environment (`scripts/run.py` makes it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "debugmodel": ("fsdp_tp.toml", ()),
+    "8B": ("fsdp_tp.toml", ("--model.flavor", "8B")),
+    "405B": ("llama3_405b.toml", ()),
+}
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """CPU seconds of one call; the step is one thread, and other processes must not count."""
+    gc.collect()
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def measure(model: str, pairs: int) -> dict[str, float]:
+    """Paired times of one model, in this process."""
+    sys.path.insert(0, str(ROOT))
+    from placement_audit.build import build
+    from placement_audit.config import RankEnv, load
+    from placement_audit.trace import Tracer
+
+    config, overrides = MODELS[model]
+    case = build(load(ROOT / "configs" / config, overrides=list(overrides)), rank_env=RankEnv.from_environ({}))
+
+    def untraced() -> None:
+        for p in case.model.parameters():
+            p.grad = None
+        case.step()
+
+    def traced() -> None:
+        Tracer(case).run()
+
+    untraced()
+    traced()
+    runs = [(seconds(untraced), seconds(traced)) for _ in range(pairs)]
+    return {
+        "untraced_s": statistics.median(u for u, _ in runs),
+        "traced_s": statistics.median(t for _, t in runs),
+        "ratio": statistics.median(t / u for u, t in runs),
+        "ratio_min": min(t / u for u, t in runs),
+        "ratio_max": max(t / u for u, t in runs),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> int:
+    """Measure each model in a process of its own and print a table."""
+    parser = argparse.ArgumentParser(description="traced over untraced time of one step on meta")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--pairs", type=int, default=7, metavar="N", help="paired runs per model (default: 7)")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
+    parser.add_argument("--one", metavar="MODEL", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps({"model": args.one, "pairs": args.pairs, **measure(args.one, args.pairs)}))
+        return 0
+    if not args.json:
+        print(f"{'model':<12}{'untraced s':>12}{'traced s':>12}{'ratio':>8}{'min':>8}{'max':>8}{'peak MiB':>10}")
+    for model in args.models:
+        command = [sys.executable, __file__, "--one", model, "--pairs", str(args.pairs)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(done.stderr, file=sys.stderr)
+            return done.returncode
+        line = done.stdout.strip().splitlines()[-1]
+        row = json.loads(line)
+        print(
+            line
+            if args.json
+            else f"{model:<12}{row['untraced_s']:>12.3f}{row['traced_s']:>12.3f}{row['ratio']:>8.2f}"
+            f"{row['ratio_min']:>8.2f}{row['ratio_max']:>8.2f}{row['peak_mib']:>10.0f}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
