@@ -86,7 +86,7 @@ def _size(width: int | None) -> tuple[int, int]:
 def _colored(color: Color) -> bool:
     if color != "auto":
         return color == "always"
-    if False:
+    if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
         return True

@@ -133,10 +133,22 @@ def test_thirteen_findings_are_one_block_at_one_place() -> None:
     ids=lambda c: next(iter(c)),
 )
 def test_blocks_split_where_one_finding_differs(change: dict[str, object]) -> None:
-    report = m.one_sided_report(layers=2)
+    # without judgements, so that no differing factor splits them
+    report = replace(m.one_sided_report(layers=2), judgements=())
     first, *rest = report.findings
     found = fold.fold_findings(replace(report, findings=(replace(first, **change), *rest)))
     assert sorted(b.count for b in found) == [1, 4]
+
+
+def test_blocks_split_where_factors_differ() -> None:
+    report = m.one_sided_report(layers=2)
+    first = report.findings[0].param_fqn
+    judgements = tuple(
+        replace(j, factor=Fraction(4)) if (j.param_fqn, j.mesh_dim) == (first, "tp") else j
+        for j in report.judgements
+    )
+    found = fold.fold_findings(replace(report, judgements=judgements))
+    assert sorted((b.factor, b.count) for b in found) == [(2, 4), (4, 1)]
 
 
 def test_blocks_keep_together_what_names_its_own_parameter() -> None:
@@ -168,6 +180,10 @@ def test_places_are_lines_of_causes() -> None:
     report = m.mixed_report()
     assert fold.places(report.findings) == 2
     assert fold.places([replace(f, path=()) for f in report.findings]) == 0
+    first, second = report.findings[1:3]
+    below = replace(first.path[0], call_site=replace(first.path[0].call_site, line=190))
+    assert fold.places([first, second]) == 1
+    assert fold.places([first, replace(second, path=(below,))]) == 2
 
 
 def test_remarks_join_mesh_dims_of_one_reason() -> None:

@@ -39,7 +39,7 @@ st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False
 
 
 @given(st.from_type(Report))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_round_trip_of_any_report(report: Report) -> None:
     report = replace(report, schema_version="1")
     assert json_io.loads(json_io.dumps(report)) == report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import make_report as m
@@ -91,6 +92,22 @@ def test_a_long_name_is_folded_not_cut() -> None:
     assert name in re.sub(r" +1  ok\n|\n", "", table)
 
 
+def test_an_expectation_of_its_own_keeps_its_column() -> None:
+    report = m.stock_report(layers=1)
+    assert "placements = expected" in text(report, width=100)
+    first, *rest = report.judgements
+    report = replace(report, judgements=(replace(first, expected=m.shard(1)), *rest))
+    out = text(report, width=100)
+    assert "placements = expected" not in out
+    assert "    expected grad fsdp S(1)  tp S(0)\n" in out
+
+
+def test_no_word_is_cut() -> None:
+    word = "a/very/long/path/" * 6 + "file.toml"
+    report = with_run(m.stock_report(layers=1), config_path=word, notes=(f"The file {word} was read.",))
+    assert text(report, width=60).count(word) == 2
+
+
 def test_width_defaults_to_200_without_a_terminal() -> None:
     assert text(m.mixed_report()) == text(m.mixed_report(), width=200)
 
@@ -144,8 +161,9 @@ def test_auto(monkeypatch: pytest.MonkeyPatch, tty: bool, env: dict[str, str], c
 
 
 def test_always_wins_over_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    colored = text(m.mixed_report(), color="always")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[" in text(m.mixed_report(), color="always")
+    assert text(m.mixed_report(), color="always") == colored
 
 
 def test_deferred_is_calm() -> None:
@@ -219,6 +237,19 @@ def test_brackets_are_no_markup() -> None:
     name = "blocks[red].weight"
     report = renamed(m.stock_report(layers=1), "tok_embeddings.weight", name)
     assert name in text(report, color="always")
+
+
+def test_the_worst_verdict_stands_first() -> None:
+    report = m.stock_report(layers=1)
+    changed = {
+        "fsdp": {"verdict": Verdict.DOUBLE_REDUCTION, "factor": Fraction(2)},
+        "tp": {"verdict": Verdict.LOST_REDUCTION, "factor": None},
+    }
+    judgements = tuple(
+        replace(j, **changed[j.mesh_dim]) if j.param_fqn == "norm.weight" else j for j in report.judgements
+    )
+    out = text(replace(report, judgements=judgements))
+    assert "lost reduction (tp); double reduction (fsdp, x2)\n" in out
 
 
 def test_a_parameter_without_gradient() -> None:
@@ -375,7 +406,7 @@ def test_many_kinds_of_parameter_are_counted() -> None:
 
 
 def test_commands_stay_on_one_line() -> None:
-    for width in range(60, 140):
+    for width in range(60, 140, 7):
         assert "placement-audit explain PA202\n" in text(m.one_sided_report(layers=1), width=width)
 
 

@@ -139,6 +139,21 @@ def test_an_equal_gradient_needs_none() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"phase": Phase.FORWARD}, {"name": "all_gather"}, {"mesh_dims": ("fsdp",)}],
+    ids=lambda c: next(iter(c)),
+)
+def test_only_backward_reductions_over_the_mesh_dim_count(change: dict[str, Any]) -> None:
+    report = m.stock_report(layers=1)
+    collectives = tuple(
+        replace(c, **change) if c.name == "all_reduce" and c.boundary is not None else c
+        for c in report.trace.collectives
+    )
+    report = replace(report, trace=replace(report.trace, collectives=collectives))
+    assert answers(report, "norm.weight")["tp"].startswith("No reduction over tp is due")
+
+
 def test_a_reduction_by_an_op_of_the_module() -> None:
     answer = answers(m.stock_report(layers=1), "tok_embeddings.weight")["tp"]
     assert answer == (
@@ -212,9 +227,14 @@ def test_recompute_is_counted() -> None:
         replace(trace.boundaries[i], index=len(trace.boundaries) + n, phase=Phase.RECOMPUTE, grad=None)
         for n, i in enumerate(p.boundaries)
     )
-    out = explain_param(replace(trace, boundaries=trace.boundaries + again), "norm.weight")
+    trace = replace(trace, boundaries=trace.boundaries + again)
+    params = tuple(
+        replace(q, boundaries=q.boundaries + tuple(b.index for b in again)) if q is p else q
+        for q in trace.params
+    )
+    out = explain_param(replace(trace, params=params), "norm.weight")
     assert "  5 calls ran again in recompute (activation checkpointing)\n" in out
-    assert out.count("  1. to_local") == 1
+    assert "\n  6. aten._fused_rms_norm.default in norm" in out
 
 
 @pytest.mark.parametrize(
