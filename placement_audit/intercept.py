@@ -86,12 +86,16 @@ class Interceptor:
         self._running: list[RawBoundary] = []
         self._crossings = 0
 
-    @property
-    def running(self) -> RawBoundary | None:
-        """The boundary call, or the backward of one, that is running now."""
+    def running(self) -> tuple[RawBoundary | None, Phase]:
+        """The boundary whose call or backward is running now, and which of the two it is.
+
+        Inside an autograd function's forward grad mode is off, so that a call made by activation
+        checkpointing's second forward would look like backward: the call itself knows better.
+        """
         if self._running:
-            return self._running[-1]
-        return marked_node() if in_backward() else None
+            return self._running[-1], self._running[-1].phase
+        phase = current_phase()
+        return (marked_node() if phase is Phase.BACKWARD else None), phase
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
-from placement_audit.flow import PHASES, Flow, current_phase
+from placement_audit.flow import PHASES, Flow
 from placement_audit.intercept import Interceptor, RawBoundary, RawCrossing
 from placement_audit.ledger import Ledger
 from placement_audit.model import (
@@ -177,11 +177,11 @@ class Tracer:
     def _collective(
         self, call: CollectiveCall, dims: tuple[int, ...] | None, sent: torch.Tensor | None, equal: tuple[int, ...]
     ) -> None:
-        owner = self.interceptor.running
+        owner, phase = self.interceptor.running()
         raw = _RawCollective(
             call=call,
             dims=dims,
-            phase=current_phase(),
+            phase=phase,
             boundary=owner.index if owner is not None else None,
             module_fqn=owner.module_fqn if owner is not None else self._module_fqn(),
             dtype=dtype_name(sent) if sent is not None else "",

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from placement_audit.model import Report, Verdict
+from placement_audit.model import Phase, Report, Verdict
 from tests.trace.titan import OTHER_HALF, PR_2532, report_on, rewritten
 from tests.trace.worlds import judgement, of_rule
 
@@ -118,3 +118,12 @@ def test_a_data_parallel_average_is_no_fault_but_one_that_differs_is() -> None:
     wrong = {f.param_fqn for f in report.findings if f.severity == "error"}
     assert wrong == {p.fqn for p in report.trace.params if p.tensor.global_shape in ((256, 2048), (2048, 256))}
     assert {f.rule_id for f in report.findings} == {"PA203"}
+
+
+def test_the_second_forward_is_no_backward() -> None:
+    """Activation checkpointing gathers again: its all-gathers are told apart from backward's."""
+    report = report_on("fsdp_tp.toml", "--activation_checkpoint.mode", "full")
+    gathers = [c for c in report.trace.collectives if c.name == "all_gather" and c.mesh_dims == ("fsdp",)]
+    assert {c.phase for c in gathers} == {Phase.FORWARD, Phase.RECOMPUTE}
+    assert sum(c.phase is Phase.FORWARD for c in gathers) == 57
+    assert sum(c.phase is Phase.RECOMPUTE for c in gathers) == 54, "every weight of the six layers, 9 each"
