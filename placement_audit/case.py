@@ -11,6 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The same job on one device: what the parallel one is measured against.
+
+    Attributes:
+        model: not parallelised, real tensors, float32, the same FQNs; its weights are set by whoever measures.
+        step: one forward and backward on the global batch; leaves the gradients in ``.grad`` and returns
+            the loss, scaled as the sum of the ranks' losses is.
+    """
+
+    model: nn.Module
+    step: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A parallelised model, ready for one forward and backward.
 
@@ -20,10 +34,14 @@ class Case:
         mesh: the world mesh with every dim named, dims of size 1 included; holds this process's rank.
         batch_dims: mesh dims over which the batch varies (data and context parallel).
         inputs: tensors that differ between the ranks of ``batch_dims`` (tokens, labels).
-        step: runs one forward and backward; leaves the gradients in ``.grad``.
+        step: runs one forward and backward; leaves the gradients in ``.grad`` and returns this rank's loss.
         device_type: "meta", "cpu" or "cuda".
         backend: "fake", "gloo" or "nccl".
         notes: what the reader of the report must know, whole sentences.
+        reference: makes the same job on one device; None where there is no such thing.
+        update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
+            ``update(model, "job")`` with the job's own optimizer, ``update(model, "sgd")`` with plain SGD;
+            returns the total norm that clipping reported, None without clipping.
     """
 
     name: str
@@ -35,3 +53,5 @@ class Case:
     device_type: str
     backend: str
     notes: tuple[str, ...] = ()
+    reference: Callable[[], Reference] | None = None
+    update: Callable[[nn.Module, str], float | None] | None = None
