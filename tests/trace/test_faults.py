@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
+from torch.utils.checkpoint import checkpoint
 
 from placement_audit.model import Report, Verdict
 from tests.trace.worlds import audit, fake_mesh, judgement, of_rule
@@ -141,13 +142,47 @@ def test_a_bias_divided_by_tp_before_a_partial_is_for_values_to_decide() -> None
     assert verdict(report, "b") is Verdict.NOT_JUDGED
 
 
-@pytest.mark.parametrize("wrong", [Shard(1), R])
-def test_a_gradient_label_that_cannot_fit(wrong: object) -> None:
+@pytest.mark.parametrize(("label", "fits"), [(Shard(1), True), (S0, False), (R, False), (P, False)], ids=str)
+def test_a_gradient_label_that_cannot_fit(label: object, fits: bool) -> None:
     def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return (x @ m.w.to_local(grad_placements=[wrong])).square().sum()
+        return (x @ m.w.to_local(grad_placements=[label])).square().sum()
 
-    report = run(lambda mesh: {"w": on_tp(torch.randn(4, 4), mesh, Shard(1 if wrong == R else 1))}, loss)
-    assert bool(of_rule(report, "PA104")) is (wrong == R)
+    report = run(lambda mesh: {"w": on_tp(torch.randn(4, 4), mesh, Shard(1))}, loss)
+    assert [f.path[0].kind for f in of_rule(report, "PA104")] == ([] if fits else ["to_local"])
+    assert (verdict(report) is Verdict.OK) is fits
+    if label == S0:
+        assert verdict(report) is Verdict.WRONG_PLACEMENT
+        assert of_rule(report, "PA204")[0].param_fqn == "w"
+
+
+def test_a_term_of_a_sum_needs_the_whole_gradient() -> None:
+    """from_local(Partial) with a Partial gradient hands each rank's term only its share."""
+
+    def build(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+        return {"w": on_tp(torch.randn(4, 4), mesh, S0)}
+
+    def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh, label: list[object] | None) -> torch.Tensor:
+        mine = DTensor.from_local(x, mesh, [R]).redistribute(placements=[Shard(1)]).to_local()
+        y = DTensor.from_local(mine @ m.w.to_local(), mesh, [P], grad_placements=label)
+        return y.full_tensor().square().sum()
+
+    assert verdict(run(build, lambda *a: loss(*a, None))) is Verdict.OK
+    wrong = run(build, lambda *a: loss(*a, [P]))
+    assert verdict(wrong) is Verdict.WRONG_SCALE
+    assert str(judgement(wrong, "w", "tp").factor) == "1/2"
+
+
+def test_activation_checkpointing_tells_a_fault_once() -> None:
+    def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        def block(rows: torch.Tensor) -> torch.Tensor:
+            lie = DTensor.from_local(rows * m.w.to_local(grad_placements=[P]), mesh, [R])
+            return lie.sin().to_local()
+
+        return checkpoint(block, shard_of(x, mesh), use_reentrant=False).square().sum()
+
+    report = run(w_replicate, loss)
+    assert len(of_rule(report, "PA102")) == 1
+    assert {b.phase.value for b in report.trace.boundaries} == {"forward", "recompute"}
 
 
 def test_local_map_without_in_grad_placements() -> None:
