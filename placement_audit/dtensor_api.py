@@ -19,7 +19,7 @@ import torch.distributed.tensor._redistribute as _redistribute
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
 from placement_audit.model import REPLICATE, Placement, PlacementKind
 
@@ -41,6 +41,7 @@ __all__ = [
     "replaced_everywhere",
     "spec_of",
     "storage_key",
+    "unwatched",
 ]
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
@@ -151,6 +152,13 @@ class EagerMode(TorchDispatchMode):
             return func(*args, **kwargs)
         finally:
             _pop_mode(None)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """For ops of our own: no dispatch mode sees them and autograd does not follow them."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
 
 
 @functools.lru_cache(maxsize=4096)

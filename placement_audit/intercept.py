@@ -25,6 +25,7 @@ from placement_audit.dtensor_api import (
     marked_node,
     spec_of,
     storage_key,
+    unwatched,
 )
 from placement_audit.flow import Flow, current_phase
 from placement_audit.model import REPLICATE, Layout, Phase, State, StateKind, TensorInfo
@@ -42,6 +43,8 @@ class RawCrossing:
     tensor: TensorInfo
     left: Layout | None = None
     left_sid: int = 0
+    arrived_print: Any = None
+    left_print: Any = None
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class RawBoundary:
     declared: Layout | None = None
     value_sid: int = 0
     tensor: TensorInfo | None = None
+    value_print: Any = None
     grad: RawCrossing | None = field(default=None)
 
 
@@ -70,13 +74,21 @@ class Interceptor:
         boundaries: in call order.
     """
 
-    def __init__(self, flow: Flow, module_fqn: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        module_fqn: Callable[[], str],
+        fingerprint: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
         """See the class.
 
         Args:
             flow: where states are kept.
             module_fqn: tells the module whose forward is running.
+            fingerprint: of a local tensor's values, kept with each crossing so that ranks can be compared
+                afterwards; None where there are no values.
         """
+        self._fingerprint = fingerprint
         self.boundaries: list[RawBoundary] = []
         self._flow = flow
         self._ledger = flow.ledger
@@ -143,6 +155,7 @@ class Interceptor:
             value_sid=self._ledger.get(x),
             tensor=_info(x),
         )
+        raw.value_print = self._print(x)
         self.boundaries.append(raw)
         self._depth += 1
         self._running.append(raw)
@@ -160,6 +173,12 @@ class Interceptor:
         if out.grad_fn is not None and torch.is_grad_enabled():
             self._hook(raw, out.grad_fn, kind)
         return out
+
+    def _print(self, x: torch.Tensor) -> Any:
+        if self._fingerprint is None:
+            return None
+        with unwatched():
+            return self._fingerprint(local_of(x))
 
     def _layout(self, x: torch.Tensor) -> Layout | None:
         if not isinstance(x, DTensor):
@@ -184,6 +203,7 @@ class Interceptor:
                 self._crossings, self._layout(arrived), self._ledger.get(arrived), _info(arrived)
             )
             self._crossings += 1
+            crossing.arrived_print, crossing.left_print = self._print(arrived), self._print(g)
             crossing.left = self._layout(g)
             if raw.src is not None and raw.dst is None:
                 self._into_dtensor(raw, g, kind)

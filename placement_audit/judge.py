@@ -13,6 +13,7 @@ from placement_audit.model import (
     REPLICATE,
     Evidence,
     Judgement,
+    Measurement,
     Outcome,
     ParamRecord,
     Placement,
@@ -25,6 +26,8 @@ from placement_audit.model import (
 )
 from placement_audit.rules.boundary import boundary_findings
 from placement_audit.rules.gradient import gradient_findings
+from placement_audit.rules.measured import measured_findings
+from placement_audit.weigh import Contradiction, weigh
 
 BLIND_SPOTS = (
     "A forward that is not what one device would compute (a mean over a local shard, a bias added on every rank "
@@ -37,11 +40,15 @@ BLIND_SPOTS = (
 )
 """What a trace alone can't see; part of every traced report, so that it never reads as a clean bill."""
 
-_GOOD = (Verdict.OK, Verdict.DEFERRED)
+MEASURED_BLIND_SPOTS = (
+    "Numbers were taken of one step with one seed, in one dtype; a fault that needs other data (a capacity limit, "
+    "a long sequence) does not show in it.",
+)
+"""What is left when real ranks were measured, too."""
 
 
-def judge(trace: Trace) -> Report:
-    """Judge a trace."""
+def judge(trace: Trace, measurement: Measurement | None = None) -> Report:
+    """Judge a trace, and what real ranks measured of the same step, where they did."""
     baseline = {d: _baseline(trace, i, d) for i, d in enumerate(trace.mesh.dim_names)}
     judgements = tuple(
         _judgement(trace, p, i, d, baseline[d])
@@ -49,11 +56,19 @@ def judge(trace: Trace) -> Report:
         if p.requires_grad
         for i, d in enumerate(trace.mesh.dim_names)
     )
+    contradictions: tuple[Contradiction, ...] = ()
+    if measurement is not None:
+        weighed = weigh(trace, judgements, measurement)
+        judgements, contradictions = weighed.judgements, weighed.contradictions
     findings = (*gradient_findings(trace, judgements), *boundary_findings(trace, judgements))
+    if measurement is not None:
+        findings += tuple(measured_findings(trace, judgements, measurement, contradictions))
     order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
     findings = tuple(sorted(findings, key=lambda f: (order[f.severity], f.rule_id)))
     judged = any(j.verdict is not Verdict.NOT_JUDGED for j in judgements)
-    if any(f.severity is Severity.ERROR for f in findings):
+    if contradictions:
+        outcome, status = Outcome.INCOMPLETE, 3
+    elif any(f.severity is Severity.ERROR for f in findings):
         outcome, status = Outcome.FINDINGS, 1
     elif not judged:
         outcome, status = Outcome.INCOMPLETE, 3
@@ -64,8 +79,9 @@ def judge(trace: Trace) -> Report:
         exit_status=status,
         judgements=judgements,
         findings=findings,
-        blind_spots=BLIND_SPOTS,
+        blind_spots=BLIND_SPOTS if measurement is None else MEASURED_BLIND_SPOTS,
         trace=trace,
+        measurement=measurement,
     )
 
 

@@ -553,6 +553,7 @@ class Verdict(StrEnum):
     WRONG_SCALE = "wrong scale"
     WRONG_PLACEMENT = "wrong placement"
     RANKS_DISAGREE = "ranks disagree"
+    WRONG_GRADIENT = "wrong gradient"
     NO_GRADIENT = "no gradient"
     NOT_JUDGED = "not judged"
 

@@ -74,12 +74,18 @@ class _RawUse:
 class Tracer:
     """One step's watchers and their notes."""
 
-    def __init__(self, case: Case, on_progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        on_progress: Callable[[str], None] | None = None,
+        fingerprint: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
         """Prepare; nothing is watched yet.
 
         Args:
             case: what to run.
             on_progress: called with a few words at each collective (for naming a hung rank).
+            fingerprint: of a local tensor's values; see `Interceptor`.
         """
         self._case = case
         self._progress = on_progress
@@ -87,7 +93,7 @@ class Tracer:
         self.ledger = Ledger(self.world.dims, keep_alive=case.device_type == "meta")
         self.flow = Flow(self.ledger, self.world, on_collective=self._collective, on_use=self._use)
         self._modules: list[str] = []
-        self.interceptor = Interceptor(self.flow, self._module_fqn)
+        self.interceptor = Interceptor(self.flow, self._module_fqn, fingerprint)
         self._collectives: list[_RawCollective] = []
         self._uses: dict[str, list[_RawUse]] = {}
         self._params: list[tuple[str, nn.Parameter]] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from placement_audit.model import Evidence, Finding, PathStep
+from placement_audit.model import Evidence, Finding, PathStep, Severity
 from placement_audit.rules.catalogue import get_rule
 
 
@@ -20,15 +20,16 @@ def make_finding(
     evidence: tuple[Evidence, ...],
     path: tuple[PathStep, ...],
     next_step: str,
+    severity: Severity | None = None,
 ) -> Finding:
-    """A finding with its rule's name and severity; see `Finding` for the arguments."""
+    """A finding with its rule's name and severity (unless another is given); see `Finding` for the arguments."""
     rule = get_rule(rule_id)
     place = (path[0].kind, path[0].call_site.path, path[0].call_site.code_line) if path else ("", "", "")
     stable = "\0".join((rule_id, param_fqn or "", "" if param_fqn else module_fqn, mesh_dim, *place))
     return Finding(
         rule_id=rule.id,
         rule_name=rule.name,
-        severity=rule.severity,
+        severity=severity or rule.severity,
         param_fqn=param_fqn,
         module_fqn=module_fqn,
         mesh_dim=mesh_dim,

@@ -13,6 +13,7 @@ from placement_audit.model import (
     PathStep,
     Phase,
     Placement,
+    Severity,
     State,
     StateKind,
     Trace,
@@ -28,6 +29,7 @@ _RULE_OF = {
     Verdict.WRONG_PLACEMENT: "PA204",
     Verdict.RANKS_DISAGREE: "PA205",
     Verdict.NO_GRADIENT: "PA206",
+    Verdict.WRONG_GRADIENT: "PA207",
 }
 
 
@@ -47,8 +49,8 @@ def gradient_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterat
         rule_id = _RULE_OF.get(j.verdict)
         if rule_id is None:
             continue
-        if j.verdict is Verdict.NO_GRADIENT and j.mesh_dim not in first_dim:
-            continue  # one finding a parameter: no gradient is no gradient on every mesh dim
+        if j.verdict in (Verdict.NO_GRADIENT, Verdict.WRONG_GRADIENT) and j.mesh_dim not in first_dim:
+            continue  # one finding a parameter: it is no matter of one mesh dim
         p = params[j.param_fqn]
         path = _path(trace, p, j, reductions)
         yield make_finding(
@@ -62,6 +64,8 @@ def gradient_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterat
             evidence=j.evidence,
             path=path,
             next_step=_next_step(j, path),
+            # A parameter that no forward used may well be meant: only one that was used surely misses something.
+            severity=Severity.WARNING if j.verdict is Verdict.NO_GRADIENT and not p.uses else None,
         )
 
 
@@ -187,6 +191,8 @@ def _next_step(j: Judgement, path: tuple[PathStep, ...]) -> str:
             return f'check the calls above: one divides by the size of "{mesh_dim}" what was not summed, or averages'
         case Verdict.WRONG_PLACEMENT:
             return "redistribute the gradient to the parameter's placement before it is read"
+        case Verdict.WRONG_GRADIENT:
+            return "no reduction explains it: look for a local mean over a shard, a wrong divisor, a custom backward"
         case Verdict.RANKS_DISAGREE:
             return f'declare the parameter\'s real placement on "{mesh_dim}"'
         case _:

@@ -181,7 +181,7 @@ w_tp = DTensor.from_local(part, tp_mesh, [Shard(0)])""",
 NO_GRADIENT = Rule(
     id="PA206",
     name="no-gradient",
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     summary="requires_grad is True, and backward left no gradient.",
     why="""\
 The optimizer passes over it: the parameter keeps its first value. Wanted for a part of the model that

@@ -49,6 +49,31 @@ not FSDP's reduce_dtype, which covers the data-parallel mesh dims only.""",
     ),
 )
 
+WRONG_UPDATE = Rule(
+    id="PA402",
+    name="wrong-update",
+    severity=Severity.ERROR,
+    summary="The gradient is right, and the parameter is wrong after clipping and one optimizer step.",
+    why="""\
+Clipping, the optimizer and hooks read `.grad` after backward. A reader that takes the local part of a
+gradient that is still Partial applies one rank's term; one that changes a Partial gradient in place may
+do nothing at all (torch 2.10's foreach ops).""",
+    how_judged="""\
+Measured only: after one step with the job's own clipping and optimizer, and after one plain SGD step
+with the same clipping, each parameter is compared with the same step on one device. AdamW's first step
+is blind to the gradient's scale, hence SGD beside it. Not judged while any gradient is itself wrong:
+clipping mixes them all.""",
+    bad="""\
+# p.grad is Partial on tp
+update = momentum * buf + p.grad.to_local()""",
+    good="""\
+update = momentum * buf + p.grad.redistribute(placements=p.placements).to_local()""",
+    fix="""\
+Let the reader see the complete gradient: redistribute `.grad` to the parameter's placements before it,
+or declare gradients so that none is left Partial.""",
+    links=(Link(ref="pytorch/torchtitan#2217", about="norm gradients left Partial under tp alone"),),
+)
+
 EVIDENCE_DISAGREES = Rule(
     id="PA901",
     name="evidence-disagrees",
@@ -72,4 +97,4 @@ Please report it, with the JSON report (`--format json`): it holds the whole tra
 the measured verdict: it compares values with a single-process reference.""",
 )
 
-READER_RULES = (DEFERRED_REDUCTION, EVIDENCE_DISAGREES)
+READER_RULES = (DEFERRED_REDUCTION, WRONG_UPDATE, EVIDENCE_DISAGREES)

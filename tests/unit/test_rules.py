@@ -26,8 +26,11 @@ SEVERITIES = {
     "PA203": ("wrong-scale", Severity.ERROR),
     "PA204": ("wrong-placement", Severity.ERROR),
     "PA205": ("ranks-disagree-on-parameter", Severity.ERROR),
-    "PA206": ("no-gradient", Severity.WARNING),
+    "PA206": ("no-gradient", Severity.ERROR),
+    "PA207": ("wrong-gradient", Severity.ERROR),
+    "PA208": ("wrong-loss", Severity.ERROR),
     "PA401": ("deferred-reduction", Severity.NOTE),
+    "PA402": ("wrong-update", Severity.ERROR),
     "PA901": ("evidence-disagrees", Severity.ERROR),
 }
 

@@ -1,0 +1,87 @@
+"""Findings that only numbers give: PA207, PA208, PA402, and PA901 where they contradict the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from placement_audit.model import Evidence, Finding, Judgement, Measurement, PathStep, Trace, Verdict
+from placement_audit.rules.finding import make_finding
+from placement_audit.weigh import Contradiction
+
+
+def measured_findings(
+    trace: Trace, judgements: Sequence[Judgement], m: Measurement, contradictions: Sequence[Contradiction]
+) -> Iterator[Finding]:
+    """All findings that come from a measurement alone."""
+    yield from _wrong_loss(m)
+    yield from _wrong_updates(trace, judgements, m)
+    yield from _contradictions(trace, contradictions)
+
+
+def _wrong_loss(m: Measurement) -> Iterator[Finding]:
+    if m.loss_error <= m.tolerance:
+        return
+    yield make_finding(
+        "PA208",
+        param_fqn=None,
+        module_fqn="",
+        mesh_dim="",
+        message=f"the loss is {m.loss:.6g} on {m.ranks} ranks and {m.reference_loss:.6g} on one device",
+        expected=f"{m.reference_loss:.6g}, within {m.tolerance:.0e}",
+        observed=f"{m.loss:.6g}, relative error {m.loss_error:.2g}",
+        evidence=(Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}, seed {m.seed}"),),
+        path=(),
+        next_step="mend the forward first: a wrong forward makes every gradient wrong",
+    )
+
+
+def _wrong_updates(trace: Trace, judgements: Sequence[Judgement], m: Measurement) -> Iterator[Finding]:
+    """Right gradients that a reader spoiled."""
+    good = {
+        j.param_fqn: all(k.verdict in (Verdict.OK, Verdict.DEFERRED) for k in judgements if k.param_fqn == j.param_fqn)
+        for j in judgements
+    }
+    if not all(good.values()):
+        return  # clipping mixes all gradients: one wrong gradient makes every update wrong
+    deferred = {j.param_fqn: j.mesh_dim for j in judgements if j.verdict is Verdict.DEFERRED}
+    for p in m.params:
+        for what, error, tolerance in (
+            ("the job's own optimizer", p.step_error, m.step_tolerance),
+            ("plain SGD", p.sgd_error, m.tolerance),
+        ):
+            if error is None or error <= tolerance:
+                continue
+            yield make_finding(
+                "PA402",
+                param_fqn=p.fqn,
+                module_fqn=p.fqn.rpartition(".")[0],
+                mesh_dim=deferred.get(p.fqn, ""),
+                message=f"the gradient is right, and the parameter is not after clipping and one step of {what}",
+                expected=f"one device's parameter, within {tolerance:.0e}",
+                observed=f"relative error {error:.2g}",
+                evidence=(Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}"),),
+                path=(),
+                next_step="a reader takes the local part of a gradient that is not complete; give it the full one",
+            )
+            break
+
+
+def _contradictions(trace: Trace, contradictions: Sequence[Contradiction]) -> Iterator[Finding]:
+    for c in contradictions:
+        b = trace.boundaries[c.boundary] if c.boundary is not None else None
+        path = () if b is None else (PathStep(role="cause", kind=b.kind, call_site=b.call_site, boundary=b.index),)
+        yield make_finding(
+            "PA901",
+            param_fqn=c.param_fqn,
+            module_fqn=b.module_fqn if b is not None else "",
+            mesh_dim=c.mesh_dim,
+            message="traced and measured evidence contradict each other: a fault of placement-audit",
+            expected=f"traced: {c.traced}",
+            observed=f"measured: {c.measured}",
+            evidence=(
+                Evidence(strength="traced", statement=c.traced),
+                Evidence(strength="measured", statement=c.measured),
+            ),
+            path=path,
+            next_step="please report it with the JSON report (--format json); until then trust the measured verdict",
+        )

@@ -1,0 +1,53 @@
+"""PA207, PA208: what only numbers show."""
+
+from __future__ import annotations
+
+from placement_audit.model import Severity
+from placement_audit.rules.rule import Link, Rule
+
+WRONG_GRADIENT = Rule(
+    id="PA207",
+    name="wrong-gradient",
+    severity=Severity.ERROR,
+    summary="The gradient differs from one device's, and no reduction over one mesh dim explains how.",
+    why="""\
+The placements are right and the numbers are not: the forward is not what one device computes (a mean over
+the local shard), a divisor is wrong, a value is masked and its gradient is not, a custom backward is wrong.
+Such faults leave no mark in placements; in the project's corpus of public faults a fifth are of this kind.""",
+    how_judged="""\
+Measured only: every gradient, assembled as its placements say, against the same weights and global batch on
+one device. What looks like a factor of one mesh dim's size, or like replicas that differ, is reported as
+PA201 to PA203 and PA205 instead.""",
+    bad="""\
+# each rank's own mean, although ranks hold different numbers of valid tokens
+loss = F.cross_entropy(logits, labels, reduction="mean")""",
+    good="""\
+loss = F.cross_entropy(logits, labels, reduction="sum") / global_valid_tokens""",
+    fix="""\
+Compare the loss first (PA208). Where the loss is right, look at what lies between the named parameter and
+the first parameter after it whose gradient is right.""",
+    links=(Link(ref="pytorch/torchtitan#4332", about="a bias divided by tp, differentiated through the division"),),
+)
+
+WRONG_LOSS = Rule(
+    id="PA208",
+    name="wrong-loss",
+    severity=Severity.ERROR,
+    summary="The loss on the ranks differs from the loss on one device.",
+    why="""\
+A forward that is not equivalent to one device's: a bias added on every rank before a sum, a mean over a
+shard, a wrong divisor. Gradients may be consistent with that forward and are still wrong for the model.""",
+    how_judged="""\
+Measured only: the sum of the ranks' losses against the loss of the same weights on the same global batch on
+one device.""",
+    bad="""\
+# every tp rank adds the whole bias, then the ranks are summed
+out = DTensor.from_local(x @ w + bias, mesh, [Partial()])""",
+    good="""\
+out = DTensor.from_local(x @ w, mesh, [Partial()]).redistribute(placements=[Replicate()]) + bias""",
+    fix="""\
+Mend the forward, then audit again: the gradients' verdicts rest on it.""",
+    links=(Link(ref="pytorch/torchtitan#4245", about="an expert bias counted tp times"),),
+)
+
+MEASURED_RULES = (WRONG_GRADIENT, WRONG_LOSS)

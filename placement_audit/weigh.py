@@ -1,0 +1,226 @@
+"""Traced verdicts set against what real ranks measured. Pure; knows no torch.
+
+Where both agree a verdict has both kinds of evidence. Where only numbers can tell (a value declared
+Partial, a wrong forward) the numbers decide. Where they contradict each other it is a fault of ours, and
+said so (PA901): a value traced equal on all ranks that differs, a gradient traced wrong that is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from placement_audit.model import (
+    Evidence,
+    Judgement,
+    Measurement,
+    ParamMeasure,
+    State,
+    StateKind,
+    Trace,
+    Verdict,
+)
+
+GOOD = (Verdict.OK, Verdict.DEFERRED)
+_EQUAL = (StateKind.INVARIANT, StateKind.ZERO, StateKind.AMBIGUOUS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contradiction:
+    """Traced and measured evidence that can't both be right.
+
+    Attributes:
+        mesh_dim: where.
+        traced: what the trace says.
+        measured: what the numbers say.
+        param_fqn: the parameter, if it is about one.
+        boundary: index into ``Trace.boundaries``, if it is about one.
+    """
+
+    mesh_dim: str
+    traced: str
+    measured: str
+    param_fqn: str | None = None
+    boundary: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """The outcome.
+
+    Attributes:
+        judgements: with measured evidence added, and decided where only numbers could.
+        contradictions: faults of ours.
+    """
+
+    judgements: tuple[Judgement, ...]
+    contradictions: tuple[Contradiction, ...]
+
+
+def weigh(trace: Trace, judgements: tuple[Judgement, ...], m: Measurement) -> Weighed:
+    """Set the traced judgements against a measurement of the same step."""
+    measures = {p.fqn: p for p in m.params}
+    by_param: dict[str, list[Judgement]] = {}
+    for j in judgements:
+        by_param.setdefault(j.param_fqn, []).append(j)
+    out: list[Judgement] = []
+    contradictions: list[Contradiction] = []
+    # Replicas that differed before the step differ everywhere after it, and no trace could know.
+    replicas_agree = not any(differs(p.init_spread, m.tolerance) for p in m.params)
+    for fqn, js in by_param.items():
+        pm = measures.get(fqn)
+        if pm is None:
+            out += js
+            continue
+        js = [replace(j, evidence=(*j.evidence, measured_evidence(pm, m, i))) for i, j in enumerate(js)]
+        if right(pm, m.tolerance):
+            out += [_measured_right(j, contradictions, replicas_agree) for j in js]
+        else:
+            out += _measured_wrong(trace, js, pm, m)
+    if replicas_agree:
+        contradictions += _values_against_states(trace, m)
+    return Weighed(judgements=tuple(out), contradictions=tuple(contradictions))
+
+
+def right(pm: ParamMeasure, tolerance: float) -> bool:
+    """Whether the assembled gradient equals the reference's and no two replicas of it differ."""
+    if differs(pm.grad_spread, tolerance):
+        return False
+    if pm.grad_error is None:
+        return pm.grad_present == pm.reference_present
+    return pm.grad_error <= tolerance
+
+
+def differs(spread: tuple[float | None, ...], tolerance: float) -> bool:
+    """Whether ranks that should hold the same do not, along any mesh dim."""
+    return any(s is not None and not s <= tolerance for s in spread)
+
+
+def measured_evidence(pm: ParamMeasure, m: Measurement, dim: int) -> Evidence:
+    """One sentence on a parameter's numbers, as far as they bear on one mesh dim."""
+    how = f"{m.ranks} {m.backend} ranks, {m.dtype}"
+    if pm.grad_error is None:
+        both = {True: "a gradient", False: "no gradient"}
+        text = f"{how}: {both[pm.grad_present]} here, {both[pm.reference_present]} on one device"
+        return Evidence(strength="measured", statement=text)
+    ratio = "" if pm.grad_ratio is None else f", norm ratio {pm.grad_ratio:.4g}"
+    text = f"{how}: relative error {pm.grad_error:.2g} (tolerance {m.tolerance:.0e}){ratio}"
+    spread = pm.grad_spread[dim]
+    if spread is not None:
+        text += f"; replicas differ by {spread:.2g}" if spread > m.tolerance else "; replicas agree"
+    return Evidence(strength="measured", statement=text)
+
+
+def _measured_right(j: Judgement, contradictions: list[Contradiction], replicas_agree: bool) -> Judgement:
+    if j.verdict in GOOD:
+        return j
+    if j.verdict is Verdict.NOT_JUDGED:
+        verdict = Verdict.DEFERRED if j.observed is not None and j.observed.is_partial else Verdict.OK
+        return replace(j, verdict=verdict, factor=Fraction(1), reason="measured right; the trace could not tell")
+    if j.verdict is Verdict.NO_GRADIENT:
+        return replace(j, verdict=Verdict.OK, reason="no gradient here, and none on one device")
+    if replicas_agree:
+        contradictions.append(
+            Contradiction(
+                mesh_dim=j.mesh_dim,
+                traced=f"{j.verdict}: {j.reason}",
+                measured=j.evidence[-1].statement,
+                param_fqn=j.param_fqn,
+            )
+        )
+    return j
+
+
+def _measured_wrong(trace: Trace, js: list[Judgement], pm: ParamMeasure, m: Measurement) -> list[Judgement]:
+    """The trace's own verdict where it has one; else what the numbers look like."""
+    if any(j.verdict not in (*GOOD, Verdict.NOT_JUDGED) for j in js):
+        return js
+    named = _named_by_numbers(trace, pm, m)
+    if not named:
+        # Not a matter of one mesh dim: the finding is told once, the verdict stands on all.
+        named = {d: (Verdict.WRONG_GRADIENT, None, _how_wrong(pm, m)) for d in trace.mesh.dim_names}
+    return [
+        replace(j, verdict=named[j.mesh_dim][0], factor=named[j.mesh_dim][1], reason=named[j.mesh_dim][2])
+        if j.mesh_dim in named
+        else j
+        for j in js
+    ]
+
+
+def _named_by_numbers(
+    trace: Trace, pm: ParamMeasure, m: Measurement
+) -> dict[str, tuple[Verdict, Fraction | None, str]]:
+    """Mesh dim -> verdict, where numbers alone tell the mesh dim."""
+    dims = trace.mesh.dim_names
+    for d, spread in zip(dims, pm.init_spread, strict=True):
+        if spread is not None and spread > m.tolerance:
+            return {d: (Verdict.RANKS_DISAGREE, None, f"the replicas differed by {spread:.2g} before the step")}
+    apart = [d for d, s in zip(dims, pm.grad_spread, strict=True) if s is not None and s > m.tolerance]
+    if apart:
+        return {
+            d: (Verdict.LOST_REDUCTION, None, "the replicas hold different gradients under one label") for d in apart
+        }
+    if pm.grad_error is None or pm.grad_ratio is None:
+        return {}
+    # Parallel to the reference: then the error is the ratio's distance from 1.
+    relative = pm.grad_ratio / float(m.grad_scale)
+    if abs(pm.grad_error - abs(relative - 1)) > 10 * m.tolerance * max(1.0, relative):
+        return {}
+    fits: dict[str, tuple[Verdict, Fraction | None, str]] = {}
+    for d, size in zip(dims, trace.mesh.shape, strict=True):
+        for factor, verdict in ((Fraction(size), Verdict.DOUBLE_REDUCTION), (Fraction(1, size), Verdict.WRONG_SCALE)):
+            if abs(relative - float(factor)) <= 10 * m.tolerance * float(factor):
+                fits[d] = (verdict, factor, f"measured {factor} times the true gradient")
+    # Two mesh dims of one size: the numbers can't say which.
+    return fits if len(fits) == 1 else {}
+
+
+def _how_wrong(pm: ParamMeasure, m: Measurement) -> str:
+    if pm.grad_error is None:
+        return "a gradient here and none on one device, or the other way round"
+    forward = " (the loss is off too: look at the forward first)" if m.loss_error > m.tolerance else ""
+    return f"the numbers differ from one device's, relative error {pm.grad_error:.2g}{forward}"
+
+
+def _values_against_states(trace: Trace, m: Measurement) -> list[Contradiction]:
+    """Values that were traced equal on all ranks and are not."""
+    found = []
+    for b in m.boundaries:
+        boundary = trace.boundaries[b.index]
+        pairs: list[tuple[str, tuple[State, ...], tuple[float, ...]]] = [
+            ("the value", boundary.value_state, b.value_spread)
+        ]
+        if boundary.grad is not None and b.arrived_spread:
+            pairs += [
+                ("the arriving gradient", boundary.grad.arrived_state, b.arrived_spread),
+                ("the gradient that left", boundary.grad.left_state, b.left_spread),
+            ]
+        for what, states, spreads in pairs:
+            for name, state, spread in zip(trace.mesh.dim_names, states, spreads, strict=True):
+                if state.kind in _EQUAL and not spread <= m.tolerance:
+                    found.append(
+                        Contradiction(
+                            mesh_dim=name,
+                            traced=f"{what} is equal on all ranks",
+                            measured=f"ranks differ by {spread:.2g} (tolerance {m.tolerance:.0e})",
+                            boundary=b.index,
+                        )
+                    )
+    return found
+
+
+def slots(trace: Trace, m: Measurement) -> tuple[int, int, int]:
+    """(compared, equal though traced varying, differing though traced equal), over all boundaries and mesh dims."""
+    compared = cautious = wrong = 0
+    for b in m.boundaries:
+        boundary = trace.boundaries[b.index]
+        pairs = [(boundary.value_state, b.value_spread)]
+        if boundary.grad is not None and b.arrived_spread:
+            pairs += [(boundary.grad.arrived_state, b.arrived_spread), (boundary.grad.left_state, b.left_spread)]
+        for states, spreads in pairs:
+            for state, spread in zip(states, spreads, strict=True):
+                compared += 1
+                equal = spread <= m.tolerance
+                cautious += equal and state.kind not in _EQUAL
+                wrong += (not equal) and state.kind in _EQUAL
+    return compared, cautious, wrong
