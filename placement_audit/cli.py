@@ -5,6 +5,7 @@ Heavy imports are inside the actions: --help, --version, rules, explain RULE and
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from argparse import Namespace
@@ -164,6 +165,9 @@ def _run(args: Namespace, talk: _Talk, finish: Callable[[Report], int]) -> int:
     """Audit, alone or as one of torchrun's ranks, and hand the report to ``finish``."""
     from placement_audit import pipeline
 
+    if not args.verbose:
+        # torch's C++ side logs by itself, with stack traces, what is told in one message here.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     rank_env = RankEnv.from_environ()
 
     def audit(ranks: Ranks | None) -> Report:

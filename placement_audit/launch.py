@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from placement_audit import roll
@@ -39,6 +40,10 @@ _GRACE = 1.0
 """Seconds that a rank has to fail by itself, once another has: ranks often fail alike."""
 
 
+_CONNECT = 30
+"""Seconds to reach the store; the launcher opens it before it starts any rank."""
+
+
 def leave(status: int) -> NoReturn:
     """End this process at once, whatever its threads wait for."""
     for stream in (sys.stdout, sys.stderr):
@@ -48,19 +53,33 @@ def leave(status: int) -> NoReturn:
 
 
 def connect(env: RankEnv, environ: dict[str, str] | None = None) -> Any:
-    """A room of our own in torchrun's key-value store (torch's Store)."""
+    """A room of our own in torchrun's key-value store (torch's Store).
+
+    Raises:
+        IncompleteError: it cannot be reached.
+    """
     from torch.distributed import PrefixStore, TCPStore
 
     environ = dict(os.environ) if environ is None else environ
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        is_master=env.rank == 0 and not hosted,
-        wait_for_workers=False,
-        # The process group opens the same store again in this process.
-        multi_tenant=True,
-    )
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    try:
+        store = TCPStore(
+            host,
+            int(port),
+            is_master=env.rank == 0 and not hosted,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_CONNECT),
+            # The process group opens the same store again in this process.
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise IncompleteError(
+            f"rank {env.rank} cannot reach the launcher's store at {host}:{port} (MASTER_ADDR, MASTER_PORT) "
+            "within "
+            f"{_CONNECT} s: {reason}. torchrun --standalone picks a free port by itself.",
+        ) from error
     # A restarted job must not find what the last attempt left.
     return PrefixStore(f"placement_audit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -118,7 +137,10 @@ class Ranks:
                 if self._store.check(["stalled"]) or quiet_for > self.timeout:
                     self._close_after_stall()
                     return
-            except Exception:  # the store is gone, and with it torchrun: nobody is left to talk to
+            except Exception:
+                # The store is gone, and with it torchrun: nobody is left to talk to, and none may linger.
+                if not self._stop.is_set():
+                    self._leave(IncompleteError.exit_status)
                 return
 
     # ---- failing

@@ -137,7 +137,9 @@ def _check_case(case: Case) -> None:
 
 def _failed(error: Exception, case: Case, *, alone: bool) -> IncompleteError:
     """The model's own error, and where it was."""
-    modules = {id(m): fqn for fqn, m in case.model.named_modules()}
+    from placement_audit.dtensor_api import clean_fqn
+
+    modules = {id(m): clean_fqn(fqn) for fqn, m in case.model.named_modules()}
     failure = Failure(error, modules)
     if failure.ours:
         return IncompleteError(

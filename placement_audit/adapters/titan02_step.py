@@ -3,6 +3,9 @@
 The constructor wants a GPU, a tokenizer and a dataset. `forward_backward_step` wants about ten attributes,
 and holds all that decides gradients: attention masks, context-parallel sharding of the inputs, loss
 parallel, autocast, the loss's normalisation. So it runs on a Trainer made without its constructor.
+
+Where there are values, each data-parallel rank ignores another number of its labels, as real batches do: equal
+numbers hide faults of the loss's normalisation.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+_IGNORE_INDEX = -100
+"""torch's own default, which torchtitan's losses use in every release of 0.2.x."""
+
 
 def step_of(
     *,
@@ -27,6 +33,7 @@ def step_of(
     model: nn.Module,
     device: torch.device,
     seed: int,
+    batch_rank: int = 0,
     batch_ranks: int,
 ) -> tuple[Callable[[], object], tuple[torch.Tensor, ...]]:
     """Make the step and its random batch.
@@ -39,35 +46,78 @@ def step_of(
         mesh: the world mesh (0.2.0 reads it from the Trainer).
         model: parallelised.
         device: of the batch.
-        seed: of the batch; equal on the ranks that read the same batch.
+        seed: of all batches.
+        batch_rank: which of the different batches this rank reads.
         batch_ranks: ranks with different batches.
 
     Returns:
         The step, and its inputs: tokens and labels, each [local_batch_size, seq_len], int64.
     """
-    trainer = _trainer(job, spec, args, dims, mesh, model, device)
-    shape = (job.training.local_batch_size, job.training.seq_len)
-    if device.type == "meta":
-        tokens, labels = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        tokens, labels = (
-            torch.randint(args.vocab_size, shape, generator=generator).to(device) for _ in range(2)
-        )
+    trainer = trainer_of(job, spec, args, dims, mesh, model, device)
+    tokens, labels = batch_of(job, args, device, seed=seed, rank=batch_rank, ranks=batch_ranks)
+    return lambda: run_step(trainer, tokens, labels, batch_ranks), (tokens, labels)
+
+
+def run_step(trainer: Any, tokens: torch.Tensor, labels: torch.Tensor, batch_ranks: int) -> torch.Tensor:
+    """The Trainer's own forward and backward on one batch.
+
+    Args:
+        trainer: from `trainer_of`.
+        tokens: [local_batch_size, seq_len], int64.
+        labels: likewise.
+        batch_ranks: ranks with different batches.
+    """
     kwargs: dict[str, Any] = {}
     if "global_valid_tokens" in inspect.signature(trainer.forward_backward_step).parameters:
         # 0.2.2: the loss is a sum over this number, the count over all data-parallel ranks.
-        kwargs["global_valid_tokens"] = float(shape[0] * shape[1] * batch_ranks)
-
-    def step() -> object:
-        return trainer.forward_backward_step(input_dict={"input": tokens}, labels=labels, **kwargs)
-
-    return step, (tokens, labels)
+        ignored = sum(_ignored(r, batch_ranks, labels.numel()) for r in range(batch_ranks))
+        kwargs["global_valid_tokens"] = float(labels.numel() * batch_ranks - ignored)
+    return trainer.forward_backward_step(input_dict={"input": tokens}, labels=labels, **kwargs)
 
 
-def _trainer(
-    job: Any, spec: Any, args: Any, dims: Any, mesh: DeviceMesh, model: nn.Module, device: torch.device
+def batch_of(
+    job: Any, args: Any, device: torch.device, *, seed: int, rank: int, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One random batch: tokens and labels, each [local_batch_size, seq_len], int64; without values on meta.
+
+    Args:
+        job: torchtitan's JobConfig.
+        args: the model's args.
+        device: of the batch.
+        seed: of all batches.
+        rank: which of the different batches.
+        ranks: how many there are.
+    """
+    shape = (job.training.local_batch_size, job.training.seq_len)
+    if device.type == "meta":
+        tokens, labels = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+        return tokens, labels
+    generator = torch.Generator().manual_seed(seed + rank)
+    tokens, labels = (torch.randint(args.vocab_size, shape, generator=generator) for _ in range(2))
+    ignored = torch.randperm(labels.numel(), generator=generator)[: _ignored(rank, ranks, labels.numel())]
+    labels.view(-1)[ignored] = _IGNORE_INDEX
+    return tokens.to(device), labels.to(device)
+
+
+def _ignored(rank: int, ranks: int, numel: int) -> int:
+    """Labels to ignore in one batch: another number on each rank, less than half."""
+    return numel * (rank + 1) // (2 * ranks + 2)
+
+
+def trainer_of(
+    job: Any, spec: Any, args: Any, dims: Any, mesh: DeviceMesh | None, model: nn.Module, device: torch.device
 ) -> Any:
+    """A Trainer with what `forward_backward_step` reads, made without its constructor.
+
+    Args:
+        job: torchtitan's JobConfig.
+        spec: the model's train spec.
+        args: the model's args.
+        dims: torchtitan's ParallelDims.
+        mesh: the world mesh; None on one device.
+        model: parallelised, or not.
+        device: of the batch.
+    """
     import torchtitan.train
     from torchtitan.distributed import utils
 

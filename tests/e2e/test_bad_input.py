@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from placement_audit import cli
-from placement_audit.adapters import environment
+from placement_audit.adapters import environment, titan02_job
 
 pytestmark = pytest.mark.e2e
 
@@ -279,6 +279,12 @@ def test_overrides(capsys, overrides, words):
     assert message.isascii()
 
 
+def test_a_box_of_help_text_becomes_one_line():
+    bar, dash = "\u2502", "\u2500"
+    box = f"\x1b[31m{dash} Parsing error {dash * 9}\n{bar} No such: x {bar}\n{bar} For full helptext, see"
+    assert titan02_job._plain(box) == "No such: x"
+
+
 # --------------------------------------------------------------------------- what cannot be built
 
 
@@ -323,7 +329,7 @@ def test_world_size_that_leaves_no_whole_shard(capsys):
 def test_nothing_to_audit_is_incomplete(capsys):
     overrides = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.tensor_parallel_degree", "1"]
     message = called(capsys, "--config", "job.toml", "--", *overrides, expect=3)
-    assert message.startswith("audited nothing: ")
+    assert message.startswith("audited nothing: simple_fsdp.llama3 debugmodel runs on 1 rank")
 
 
 def test_cuda_that_is_not_there(capsys):

@@ -40,16 +40,23 @@ def torchrun(
     folder: Path, ranks: int, config: str, *args: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--master-port=0", "-m", "placement_audit", "--config", str(REPO / "configs" / config), *args]
-    return subprocess.run(
+    command += ["--standalone", "-m", "placement_audit", "--config", str(REPO / "configs" / config), *args]
+    # SIGTERM, not run()'s SIGKILL: torchrun hands it on, so that no rank outlives a failing test.
+    process = subprocess.Popen(
         command,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
-        check=False,
         cwd=folder,
         env={**os.environ, **env, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
     )
+    try:
+        out, err = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+        pytest.fail(f"torchrun did not end:\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def ours(stderr: str) -> str:
@@ -75,7 +82,8 @@ def test_a_hung_rank_is_named_with_its_place_and_what_the_others_wait_in(faulty)
     lines = ours(done.stderr).splitlines()
     assert lines[0] == "placement-audit: error: rank 1 hung: no progress for 8 s (--timeout)."
     assert re.fullmatch(
-        r"  rank 1: last collective was all_gather #\d+ over tp in forward, \d+ s ago; at faulty.py:13 in forward",
+        r"  rank 1: last collective was all_gather #\d+ over tp in forward, \d+ s ago; "
+        r"at faulty.py:13 in forward",
         lines[1],
     )
     assert re.match(r"  rank 0: waiting in reduce_scatter #\d+ over tp in forward, \d+ s ago; at ", lines[2])

@@ -45,8 +45,8 @@ def test_minus_one_alone_takes_two_ranks_and_says_so():
             Degrees(tp=4),
             6,
             None,
-            "the world size asked for is 6, which the other degrees do not divide: tensor_parallel_degree 4 = 4, "
-            "and 6 = 1 x 4 + 2. Take a multiple of 4.",
+            "the world size asked for is 6, which the other degrees do not divide: tensor_parallel_degree "
+            "4 = 4, and 6 = 1 x 4 + 2. Take a multiple of 4.",
         ),
         (Degrees(tp=4), None, 2, "torchrun started 2 processes, which the other degrees do not divide"),
         (
