@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 __all__ = ["build", "versions"]
 
 
-def build(config: AuditConfig, *, rank_env: RankEnv | None = None, fake_rank: int = 0) -> Case:
+def build(
+    config: AuditConfig, *, rank_env: RankEnv | None = None, fake_rank: int = 0, float32: bool = False
+) -> Case:
     """Build the job that a configuration describes.
 
     Args:
         config: see `placement_audit.config.load`.
         rank_env: this process's place under torchrun; None to play one rank of a fake world.
         fake_rank: the rank to play, without ``rank_env``.
+        float32: compute in float32 whatever the job's mixed precision is, to be measured.
 
     Returns:
         The parallelised model on its mesh, and its step.
@@ -38,4 +41,4 @@ def build(config: AuditConfig, *, rank_env: RankEnv | None = None, fake_rank: in
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from placement_audit.adapters import titan02
 
-    return titan02.build(config, version=version, rank_env=rank_env, fake_rank=fake_rank)
+    return titan02.build(config, version=version, rank_env=rank_env, fake_rank=fake_rank, float32=float32)

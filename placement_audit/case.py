@@ -15,7 +15,7 @@ class Reference:
     """The same job on one device: what the parallel one is measured against.
 
     Attributes:
-        model: not parallelised, real tensors, float32, the same FQNs; its weights are set by whoever measures.
+        model: not parallelised, real tensors, float32, the same FQNs; whoever measures sets the weights.
         step: one forward and backward on the global batch; leaves the gradients in ``.grad`` and returns
             the loss, scaled as the sum of the ranks' losses is.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ class EagerMode(TorchDispatchMode):
         return False
 
     def call_again(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op so that its inner ops reach this mode (entering by ``with`` keeps flags that cost more)."""
+        """Run an op so that its inner ops reach this mode (``with`` keeps flags, which costs more)."""
         _push_mode(self)
         try:
             return func(*args, **kwargs)
@@ -155,7 +155,7 @@ class EagerMode(TorchDispatchMode):
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def unwatched() -> Generator[None]:
     """For ops of our own: no dispatch mode sees them and autograd does not follow them."""
     with torch.no_grad(), _disable_current_modes():
         yield
@@ -171,16 +171,18 @@ def placement_of(p: TorchPlacement) -> Placement:
     if p.is_replicate():
         return REPLICATE
     if p.is_partial():
-        return _placement("partial", None, None, str(p.reduce_op))
+        return _placement("partial", None, None, str(p.reduce_op))  # pyrefly: ignore [missing-attribute]
     if type(p).__name__ == "_StridedShard":
-        return _placement("strided_shard", p.dim, int(p.split_factor), None)
-    return _placement("shard", p.dim, None, None)
+        return _placement("strided_shard", p.dim, int(p.split_factor), None)  # pyrefly: ignore [missing-attribute]
+    return _placement("shard", p.dim, None, None)  # pyrefly: ignore [missing-attribute]
 
 
-@functools.lru_cache(maxsize=4096)
 def collective_group_ranks(name: str) -> tuple[int, ...]:
-    """World ranks of the group that a functional collective names."""
-    group = dist.distributed_c10d._resolve_process_group(name)
+    """World ranks of the group that a functional collective names.
+
+    Not cached: a process that makes its groups anew (a second world) gives them the old names.
+    """
+    group = dist.distributed_c10d._resolve_process_group(name)  # pyrefly: ignore [bad-argument-type]
     return tuple(dist.get_process_group_ranks(group))
 
 
@@ -196,7 +198,7 @@ def group_of(arg: object) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def replaced_everywhere(replacements: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+def replaced_everywhere(replacements: dict[Callable[..., Any], Callable[..., Any]]) -> Generator[None]:
     """Rebind functions in every loaded module that imported them by name, and back again.
 
     ``from torch.distributed.tensor import distribute_tensor`` copies the name, so that patching torch's

@@ -31,7 +31,6 @@ from placement_audit.optraits import OpTraits, traits_of
 from placement_audit.optraits import known as _traits
 from placement_audit.world import World
 
-
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
 
 
@@ -57,7 +56,7 @@ class Flow(EagerMode):
         layouts: identity -> layout.
         random_ops: random ops seen in forward; taken as equal on all ranks.
         params: storage key -> FQN, of parameters and what was gathered, cast or re-wrapped from them.
-        on_collective: called before each collective with (call, world mesh dims, what is sent, dims already equal).
+        on_collective: called before each collective: (call, mesh dims, what is sent, dims already equal).
         on_use: called with (op, FQN, input, outputs) where a parameter meets something else in forward.
         seeding: while autograd makes the first gradient.
     """
@@ -67,7 +66,9 @@ class Flow(EagerMode):
         ledger: Ledger,
         world: World,
         *,
-        on_collective: Callable[[CollectiveCall, tuple[int, ...] | None, torch.Tensor | None, tuple[int, ...]], None],
+        on_collective: Callable[
+            [CollectiveCall, tuple[int, ...] | None, torch.Tensor | None, tuple[int, ...]], None
+        ],
         on_use: Callable[[str, str, torch.Tensor, Any], None],
     ) -> None:
         """See the class."""
@@ -197,7 +198,9 @@ class Flow(EagerMode):
             if traits.foreach_in_place:
                 self._foreach_in_place(traits, args)
             return out
-        in_keys = [x.untyped_storage()._cdata if type(x) is torch.Tensor else storage_key(local_of(x)) for x in ins]
+        in_keys = [
+            x.untyped_storage()._cdata if type(x) is torch.Tensor else storage_key(local_of(x)) for x in ins
+        ]
         if traits.zeros:
             sid = ledger.zero
         elif traits.fresh or not ins:
@@ -211,7 +214,9 @@ class Flow(EagerMode):
                         sid = ledger.combine2(sid, other, adds=traits.adds)
                 if traits.copies and _covers(ins[0]):
                     sid = ledger.get_by(ins[1], in_keys[1])
-        out_keys = [o.untyped_storage()._cdata if type(o) is torch.Tensor else storage_key(local_of(o)) for o in outs]
+        out_keys = [
+            o.untyped_storage()._cdata if type(o) is torch.Tensor else storage_key(local_of(o)) for o in outs
+        ]
         for o, key in zip(outs, out_keys, strict=True):
             if key not in in_keys or traits.mutates:
                 ledger.put_by(o, key, sid)
@@ -297,7 +302,9 @@ class Flow(EagerMode):
 
     # ---- relabels
 
-    def relabelled(self, local: torch.Tensor, result: torch.Tensor, current: Any, target: Any) -> torch.Tensor:
+    def relabelled(
+        self, local: torch.Tensor, result: torch.Tensor, current: Any, target: Any
+    ) -> torch.Tensor:
         """State after DTensor moved ``local`` from one set of placements to another (`relabelling`)."""
         ledger = self.ledger
         sid = ledger.get(local)

@@ -7,7 +7,7 @@ lets the ledger know what a gradient became.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,14 +110,16 @@ class Interceptor:
         return (marked_node() if phase is Phase.BACKWARD else None), phase
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> Generator[None]:
         """Wrap the public methods for the duration."""
         originals = {name: DTensor.__dict__[name] for name in _METHODS}
         try:
             for name, original in originals.items():
                 plain = original.__func__ if isinstance(original, staticmethod) else original
                 wrapper = self._function(name, plain)
-                setattr(DTensor, name, staticmethod(wrapper) if isinstance(original, staticmethod) else wrapper)
+                setattr(
+                    DTensor, name, staticmethod(wrapper) if isinstance(original, staticmethod) else wrapper
+                )
             yield
         finally:
             for name, original in originals.items():

@@ -30,8 +30,8 @@ from placement_audit.rules.measured import measured_findings
 from placement_audit.weigh import Contradiction, weigh
 
 BLIND_SPOTS = (
-    "A forward that is not what one device would compute (a mean over a local shard, a bias added on every rank "
-    "before a sum) leaves no mark in placements; only values show it.",
+    "A forward that is not what one device would compute (a mean over a local shard, a bias added on every "
+    "rank before a sum) leaves no mark in placements; only values show it.",
     "A wrong divisor in the loss, or averaging what was already averaged, leaves no mark in placements; "
     "only values show it.",
     "Numbers that differ between ranks without being tensors (an offset taken from the rank) are not seen by "
@@ -41,8 +41,8 @@ BLIND_SPOTS = (
 """What a trace alone can't see; part of every traced report, so that it never reads as a clean bill."""
 
 MEASURED_BLIND_SPOTS = (
-    "Numbers were taken of one step with one seed, in one dtype; a fault that needs other data (a capacity limit, "
-    "a long sequence) does not show in it.",
+    "Numbers were taken of one step with one seed, in one dtype; a fault that needs other data (a capacity "
+    "limit, a long sequence) does not show in it.",
 )
 """What is left when real ranks were measured, too."""
 
@@ -117,7 +117,9 @@ def _baseline(trace: Trace, dim: int, name: str) -> Fraction:
         return Fraction(1)
     size = trace.mesh.shape[dim]
     factors = Counter(
-        read_factor(_label(p, name), p.grad.state[dim], size) for p in trace.params if p.requires_grad and p.grad
+        read_factor(_label(p, name), p.grad.state[dim], size)
+        for p in trace.params
+        if p.requires_grad and p.grad
     )
     average = Fraction(1, size)
     return average if factors[average] > factors[Fraction(1)] else Fraction(1)
@@ -178,27 +180,42 @@ def _verdict(
 ) -> tuple[Verdict, str]:
     foreign = [d for d in (p.layout.dims if p.layout else ()) if d not in trace.mesh.dim_names]
     if foreign:
-        return Verdict.NOT_JUDGED, f"the parameter's mesh has a dim over {foreign[0]}, which is no dim of the world mesh"
+        return (
+            Verdict.NOT_JUDGED,
+            f"the parameter's mesh has a dim over {foreign[0]}, which is no dim of the world mesh",
+        )
     if label.is_shard and label != expected:
         return Verdict.WRONG_PLACEMENT, f"the gradient is {label}, the parameter {expected}"
     if state.kind is StateKind.AMBIGUOUS:
         return Verdict.NOT_JUDGED, (
-            "a value equal on all ranks, or one added to a per-rank term, was declared Partial: whether the gradient "
-            "is complete or one of its terms is for values to decide"
+            "a value equal on all ranks, or one added to a per-rank term, was declared Partial: whether the "
+            "gradient is complete or one of its terms is for values to decide"
         )
     if state.kind is StateKind.LOST:
         return Verdict.LOST_REDUCTION, f"some of the {size} ranks' terms were dropped before they were summed"
     if state.kind is StateKind.MIXED:
         if label.is_partial:
-            return Verdict.DOUBLE_REDUCTION, "a complete part and a per-rank part were added up; summing counts the first twice"
-        return Verdict.LOST_REDUCTION, "a complete part and a per-rank part were added up; the second was not summed"
+            return (
+                Verdict.DOUBLE_REDUCTION,
+                "a complete part and a per-rank part were added up; summing counts the first twice",
+            )
+        return (
+            Verdict.LOST_REDUCTION,
+            "a complete part and a per-rank part were added up; the second was not summed",
+        )
     if state.scale is None:
         return Verdict.WRONG_SCALE, "parts of different scale were added up"
     if factor is None:
         if _declared_replicate_while_varying(trace, p, name):
-            return Verdict.RANKS_DISAGREE, "the parameter itself was declared Replicate while its value varies"
+            return (
+                Verdict.RANKS_DISAGREE,
+                "the parameter itself was declared Replicate while its value varies",
+            )
         rest = "" if state.scale == 1 else f", and it is scaled by {state.scale}"
-        return Verdict.LOST_REDUCTION, f"each of the {size} ranks holds its own term, nothing summed them{rest}"
+        return (
+            Verdict.LOST_REDUCTION,
+            f"each of the {size} ranks holds its own term, nothing summed them{rest}",
+        )
     if factor == baseline:
         if label.is_partial:
             return Verdict.DEFERRED, "right once reduced: whoever reads .grad must sum it over this mesh dim"

@@ -171,7 +171,7 @@ class TensorInfo:
     """Shape and dtype of a tensor.
 
     Attributes:
-        global_shape: elements along each tensor dim of the full tensor (equals ``local_shape`` for a plain tensor).
+        global_shape: elements along each tensor dim of the full tensor (a plain tensor: ``local_shape``).
         local_shape: elements along each tensor dim of this rank's part.
         dtype: torch's name without the ``torch.``, e.g. "float32".
     """
@@ -601,7 +601,7 @@ class Judgement:
 
 
 class Severity(StrEnum):
-    """Only errors change the exit status: a warning is about code that is right today by luck or by other means."""
+    """Only errors change the exit status: a warning is about code that is right by luck or other means."""
 
     ERROR = "error"
     WARNING = "warning"

@@ -14,16 +14,17 @@ _NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "barrier",
 _ADDS = frozenset({"add", "add_", "sub", "sub_", "_foreach_add_", "_foreach_add", "_foreach_sub_"})
 _FRESH = frozenset(
     {
-        "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_ones",
-        "new_full", "new_empty_strided", "empty_strided", "fill", "fill_",
+        "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
+        "new_ones", "new_full", "new_empty_strided", "empty_strided", "fill", "fill_",
     }
 )  # fmt: skip
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_", "zero", "_foreach_zero_"})
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "uniform", "multinomial", "exponential")
 _PASSES_ON = frozenset(
     {
-        "t", "transpose", "view", "_to_copy", "alias", "detach", "clone", "permute", "_unsafe_view", "view_as",
-        "slice", "reshape", "unsqueeze", "squeeze", "expand", "wait_tensor", "lift_fresh", "_wrap_tensor_autograd",
+        "t", "transpose", "view", "_to_copy", "alias", "detach", "clone", "permute", "_unsafe_view",
+        "view_as", "slice", "reshape", "unsqueeze", "squeeze", "expand", "wait_tensor", "lift_fresh",
+        "_wrap_tensor_autograd",
     }
 )  # fmt: skip
 

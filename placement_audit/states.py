@@ -177,9 +177,6 @@ def relabel(state: State, src: Placement, dst: Placement, size: int, *, is_grad:
     return State(part.kind, scale, state.blame)
 
 
-
-
-
 def belies(label: Placement, state: State) -> bool:
     """Whether a gradient's label along a mesh dim is false, given what the gradient really is.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +136,7 @@ class Tracer:
             ledger.put(x, ledger.sid(batch, grad=False))
 
     @contextmanager
-    def _module_hooks(self) -> Iterator[None]:
+    def _module_hooks(self) -> Generator[None]:
         """Keep a stack of the modules whose forward is running."""
         stack = self._modules
         handles = []
@@ -158,7 +158,7 @@ class Tracer:
                 h.remove()
 
     @contextmanager
-    def _seeding(self) -> Iterator[None]:
+    def _seeding(self) -> Generator[None]:
         """Tell the flow when autograd makes the first gradient."""
         original = torch.autograd.backward
 
@@ -181,7 +181,11 @@ class Tracer:
         return self._modules[-1] if self._modules else ""
 
     def _collective(
-        self, call: CollectiveCall, dims: tuple[int, ...] | None, sent: torch.Tensor | None, equal: tuple[int, ...]
+        self,
+        call: CollectiveCall,
+        dims: tuple[int, ...] | None,
+        sent: torch.Tensor | None,
+        equal: tuple[int, ...],
     ) -> None:
         owner, phase = self.interceptor.running()
         raw = _RawCollective(
@@ -251,7 +255,11 @@ class Tracer:
             )
         uses = tuple(
             ParamUse(
-                op=u.op, module_fqn=u.module_fqn, layout=u.layout, result=u.result, call_site=sites.get(u.site)
+                op=u.op,
+                module_fqn=u.module_fqn,
+                layout=u.layout,
+                result=u.result,
+                call_site=sites.get(u.site),
             )
             for u in self._uses.get(fqn, ())
         )
@@ -320,7 +328,12 @@ class Tracer:
         counts: dict[tuple[str, Phase, tuple[str, ...], tuple[str, ...]], int] = {}
         layouts = self.flow.layouts
         for (func, phase, ins, outs), n in self.flow.ops.items():
-            key = (str(func), PHASES[phase], tuple(_short(layouts[i]) for i in ins), tuple(_short(layouts[i]) for i in outs))
+            key = (
+                str(func),
+                PHASES[phase],
+                tuple(_short(layouts[i]) for i in ins),
+                tuple(_short(layouts[i]) for i in outs),
+            )
             counts[key] = counts.get(key, 0) + n
         return tuple(
             OpCount(op=op, phase=phase, inputs=ins, outputs=outs, count=n)

@@ -116,7 +116,9 @@ def _measured_right(j: Judgement, contradictions: list[Contradiction], replicas_
         return j
     if j.verdict is Verdict.NOT_JUDGED:
         verdict = Verdict.DEFERRED if j.observed is not None and j.observed.is_partial else Verdict.OK
-        return replace(j, verdict=verdict, factor=Fraction(1), reason="measured right; the trace could not tell")
+        return replace(
+            j, verdict=verdict, factor=Fraction(1), reason="measured right; the trace could not tell"
+        )
     if j.verdict is Verdict.NO_GRADIENT:
         return replace(j, verdict=Verdict.OK, reason="no gradient here, and none on one device")
     if replicas_agree:
@@ -154,12 +156,13 @@ def _named_by_numbers(
     dims = trace.mesh.dim_names
     for d, spread in zip(dims, pm.init_spread, strict=True):
         if spread is not None and spread > m.tolerance:
-            return {d: (Verdict.RANKS_DISAGREE, None, f"the replicas differed by {spread:.2g} before the step")}
+            return {
+                d: (Verdict.RANKS_DISAGREE, None, f"the replicas differed by {spread:.2g} before the step")
+            }
     apart = [d for d, s in zip(dims, pm.grad_spread, strict=True) if s is not None and s > m.tolerance]
     if apart:
-        return {
-            d: (Verdict.LOST_REDUCTION, None, "the replicas hold different gradients under one label") for d in apart
-        }
+        reason = "the replicas hold different gradients under one label"
+        return dict.fromkeys(apart, (Verdict.LOST_REDUCTION, None, reason))
     if pm.grad_error is None or pm.grad_ratio is None:
         return {}
     # Parallel to the reference: then the error is the ratio's distance from 1.
@@ -168,7 +171,10 @@ def _named_by_numbers(
         return {}
     fits: dict[str, tuple[Verdict, Fraction | None, str]] = {}
     for d, size in zip(dims, trace.mesh.shape, strict=True):
-        for factor, verdict in ((Fraction(size), Verdict.DOUBLE_REDUCTION), (Fraction(1, size), Verdict.WRONG_SCALE)):
+        for factor, verdict in (
+            (Fraction(size), Verdict.DOUBLE_REDUCTION),
+            (Fraction(1, size), Verdict.WRONG_SCALE),
+        ):
             if abs(relative - float(factor)) <= 10 * m.tolerance * float(factor):
                 fits[d] = (verdict, factor, f"measured {factor} times the true gradient")
     # Two mesh dims of one size: the numbers can't say which.
@@ -210,13 +216,16 @@ def _values_against_states(trace: Trace, m: Measurement) -> list[Contradiction]:
 
 
 def slots(trace: Trace, m: Measurement) -> tuple[int, int, int]:
-    """(compared, equal though traced varying, differing though traced equal), over all boundaries and mesh dims."""
+    """(compared, equal though traced varying, differing though traced equal), over all boundaries."""
     compared = cautious = wrong = 0
     for b in m.boundaries:
         boundary = trace.boundaries[b.index]
         pairs = [(boundary.value_state, b.value_spread)]
         if boundary.grad is not None and b.arrived_spread:
-            pairs += [(boundary.grad.arrived_state, b.arrived_spread), (boundary.grad.left_state, b.left_spread)]
+            pairs += [
+                (boundary.grad.arrived_state, b.arrived_spread),
+                (boundary.grad.left_state, b.left_spread),
+            ]
         for states, spreads in pairs:
             for state, spread in zip(states, spreads, strict=True):
                 compared += 1

@@ -50,7 +50,7 @@ class World:
         return MeshSpec(device_type=device_type, dim_names=self.dims, shape=self.sizes)
 
     def dims_of_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Indices of the world mesh dims that a group of ranks spans whole; None where it is no such group."""
+        """Indices of the world mesh dims that a group of ranks spans; None where it spans none whole."""
         found = self._of_ranks.get(ranks, ())
         if found != () or ranks in self._of_ranks:
             return found
@@ -68,7 +68,8 @@ class World:
         found = self._of_mesh.get(id(mesh))
         if found is None:
             spans = tuple(
-                () if mesh.size(i) == 1 else self.dims_of_ranks(_mesh_dim_ranks(mesh, i)) for i in range(mesh.ndim)
+                () if mesh.size(i) == 1 else self.dims_of_ranks(_mesh_dim_ranks(mesh, i))
+                for i in range(mesh.ndim)
             )
             found = self._of_mesh[id(mesh)] = (mesh, spans)
         return found[1]
@@ -84,7 +85,9 @@ class World:
         dims: list[str] = []
         ours: list[Placement] = []
         for i, (span, p) in enumerate(zip(self.dims_of_mesh(mesh), placements, strict=True)):
-            names = [f"ranks{list(_mesh_dim_ranks(mesh, i))}"] if span is None else [self.dims[d] for d in span]
+            names = (
+                [f"ranks{list(_mesh_dim_ranks(mesh, i))}"] if span is None else [self.dims[d] for d in span]
+            )
             dims += names
             ours += [placement_of(p)] * len(names)
         return Layout(tuple(dims), tuple(ours))

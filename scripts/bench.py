@@ -46,7 +46,9 @@ def measure(model: str, pairs: int) -> dict[str, float]:
     from placement_audit.trace import Tracer
 
     config, overrides = MODELS[model]
-    case = build(load(ROOT / "configs" / config, overrides=list(overrides)), rank_env=RankEnv.from_environ({}))
+    case = build(
+        load(str(ROOT / "configs" / config), overrides=list(overrides)), rank_env=RankEnv.from_environ({})
+    )
 
     def untraced() -> None:
         for p in case.model.parameters():
@@ -73,7 +75,9 @@ def main() -> int:
     """Measure each model in a process of its own and print a table."""
     parser = argparse.ArgumentParser(description="traced over untraced time of one step on meta")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--pairs", type=int, default=7, metavar="N", help="paired runs per model (default: 7)")
+    parser.add_argument(
+        "--pairs", type=int, default=7, metavar="N", help="paired runs per model (default: 7)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     parser.add_argument("--one", metavar="MODEL", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -81,7 +85,9 @@ def main() -> int:
         print(json.dumps({"model": args.one, "pairs": args.pairs, **measure(args.one, args.pairs)}))
         return 0
     if not args.json:
-        print(f"{'model':<12}{'untraced s':>12}{'traced s':>12}{'ratio':>8}{'min':>8}{'max':>8}{'peak MiB':>10}")
+        print(
+            f"{'model':<12}{'untraced s':>12}{'traced s':>12}{'ratio':>8}{'min':>8}{'max':>8}{'peak MiB':>10}"
+        )
     for model in args.models:
         command = [sys.executable, __file__, "--one", model, "--pairs", str(args.pairs)]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -53,7 +53,7 @@ def _declared_values(trace: Trace, b: Boundary, dim: int, name: str) -> Iterator
             param_fqn=b.param_fqn,
             module_fqn=b.module_fqn,
             mesh_dim=name,
-            message=f'from_local declares Replicate on "{name}" a value that differs between its {size} ranks',
+            message=f'from_local declares Replicate on "{name}" a value that differs on its {size} ranks',
             expected="Shard or Partial, or a collective first",
             observed=str(declared),
             evidence=(
@@ -74,7 +74,7 @@ def _declared_values(trace: Trace, b: Boundary, dim: int, name: str) -> Iterator
             mesh_dim=name,
             message=f'from_local declares Partial on "{name}" a value that is equal on its {size} ranks',
             expected=f"each rank's own term, or the value divided by {size}",
-            observed=f"the same value on all {size} ranks: summed, it counts {size} times unless it was divided before",
+            observed=f"the same value on all {size} ranks: counted {size} times unless divided before",
             evidence=(
                 Evidence(
                     strength="traced", statement=f'nothing that varies along "{name}" went into the value'
@@ -171,7 +171,7 @@ def _summed_twice_in_forward(trace: Trace) -> Iterator[Finding]:
                 param_fqn=None,
                 module_fqn=c.module_fqn,
                 mesh_dim=name,
-                message=f'{c.name}(sum) over "{name}" of a value that is already equal on its {trace.mesh.size(name)} ranks',
+                message=f'{c.name}(sum) over "{name}" of a value that is already equal on its ranks',
                 expected="each rank's own term",
                 observed=f"the same value on every rank: the result is {trace.mesh.size(name)} times it",
                 evidence=(Evidence(strength="traced", statement=f"{c.numel} elements, {c.dtype}"),),

@@ -22,7 +22,7 @@ def make_finding(
     next_step: str,
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding with its rule's name and severity (unless another is given); see `Finding` for the arguments."""
+    """A finding with its rule's name and severity (unless another is given); see `Finding`."""
     rule = get_rule(rule_id)
     place = (path[0].kind, path[0].call_site.path, path[0].call_site.code_line) if path else ("", "", "")
     stable = "\0".join((rule_id, param_fqn or "", "" if param_fqn else module_fqn, mesh_dim, *place))

@@ -64,7 +64,7 @@ def gradient_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterat
             evidence=j.evidence,
             path=path,
             next_step=_next_step(j, path),
-            # A parameter that no forward used may well be meant: only one that was used surely misses something.
+            # A parameter that no forward used may be meant; one that was used surely misses something.
             severity=Severity.WARNING if j.verdict is Verdict.NO_GRADIENT and not p.uses else None,
         )
 
@@ -160,13 +160,18 @@ def _partner(b: Boundary, dim: int, j: Judgement, ran: list[Collective]) -> str 
     if j.verdict is Verdict.DOUBLE_REDUCTION:
         for c in ran:
             if j.mesh_dim in c.mesh_dims:
-                return f"already reduced it: {c.name} over {j.mesh_dim} in this call's backward, {c.numel} elements {c.dtype}"
+                where = f"{c.name} over {j.mesh_dim} in this call's backward"
+                return f"already reduced it: {where}, {c.numel} elements {c.dtype}"
     declared = b.grad_declared.on(j.mesh_dim) if b.grad_declared is not None else None
-    if j.verdict is Verdict.LOST_REDUCTION and b.src is None and declared is not None and declared.is_partial:
-        if b.grad.left_state[dim].kind is StateKind.VARYING:
-            return (
-                "hands the gradient on unreduced (grad_placements Partial), so that a later label must say so"
-            )
+    unreduced = b.grad.left_state[dim].kind is StateKind.VARYING
+    if (
+        j.verdict is Verdict.LOST_REDUCTION
+        and b.src is None
+        and declared
+        and declared.is_partial
+        and unreduced
+    ):
+        return "hands the gradient on unreduced (grad_placements Partial), so that a later label must say so"
     return None
 
 
@@ -179,7 +184,7 @@ def _next_step(j: Judgement, path: tuple[PathStep, ...]) -> str:
         case Verdict.LOST_REDUCTION if cause == "local_map":
             return f'give this local_map in_grad_placements with Partial() on "{mesh_dim}"'
         case Verdict.LOST_REDUCTION:
-            return f'make the parameter a DTensor that is Replicate() on "{mesh_dim}", or all-reduce its gradient there'
+            return f'make the parameter a DTensor, Replicate() on "{mesh_dim}", or all-reduce its .grad'
         case Verdict.DOUBLE_REDUCTION if len(path) > 1:
             return (
                 f'take Partial() on "{mesh_dim}" out of the first call\'s grad_placements, '
@@ -188,11 +193,13 @@ def _next_step(j: Judgement, path: tuple[PathStep, ...]) -> str:
         case Verdict.DOUBLE_REDUCTION:
             return f'take one of the reductions over "{mesh_dim}" out'
         case Verdict.WRONG_SCALE:
-            return f'check the calls above: one divides by the size of "{mesh_dim}" what was not summed, or averages'
+            return f'check the calls above: one divides by the size of "{mesh_dim}" what was not summed'
         case Verdict.WRONG_PLACEMENT:
             return "redistribute the gradient to the parameter's placement before it is read"
         case Verdict.WRONG_GRADIENT:
-            return "no reduction explains it: look for a local mean over a shard, a wrong divisor, a custom backward"
+            return (
+                "no reduction explains it: look for a local mean over a shard, a wrong divisor, own backwards"
+            )
         case Verdict.RANKS_DISAGREE:
             return f'declare the parameter\'s real placement on "{mesh_dim}"'
         case _:

@@ -29,7 +29,9 @@ def _wrong_loss(m: Measurement) -> Iterator[Finding]:
         message=f"the loss is {m.loss:.6g} on {m.ranks} ranks and {m.reference_loss:.6g} on one device",
         expected=f"{m.reference_loss:.6g}, within {m.tolerance:.0e}",
         observed=f"{m.loss:.6g}, relative error {m.loss_error:.2g}",
-        evidence=(Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}, seed {m.seed}"),),
+        evidence=(
+            Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}, seed {m.seed}"),
+        ),
         path=(),
         next_step="mend the forward first: a wrong forward makes every gradient wrong",
     )
@@ -38,7 +40,9 @@ def _wrong_loss(m: Measurement) -> Iterator[Finding]:
 def _wrong_updates(trace: Trace, judgements: Sequence[Judgement], m: Measurement) -> Iterator[Finding]:
     """Right gradients that a reader spoiled."""
     good = {
-        j.param_fqn: all(k.verdict in (Verdict.OK, Verdict.DEFERRED) for k in judgements if k.param_fqn == j.param_fqn)
+        j.param_fqn: all(
+            k.verdict in (Verdict.OK, Verdict.DEFERRED) for k in judgements if k.param_fqn == j.param_fqn
+        )
         for j in judgements
     }
     if not all(good.values()):
@@ -56,12 +60,14 @@ def _wrong_updates(trace: Trace, judgements: Sequence[Judgement], m: Measurement
                 param_fqn=p.fqn,
                 module_fqn=p.fqn.rpartition(".")[0],
                 mesh_dim=deferred.get(p.fqn, ""),
-                message=f"the gradient is right, and the parameter is not after clipping and one step of {what}",
+                message=f"the gradient is right; the parameter is not after clipping and one step of {what}",
                 expected=f"one device's parameter, within {tolerance:.0e}",
                 observed=f"relative error {error:.2g}",
-                evidence=(Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}"),),
+                evidence=(
+                    Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}"),
+                ),
                 path=(),
-                next_step="a reader takes the local part of a gradient that is not complete; give it the full one",
+                next_step="a reader takes the local part of an incomplete gradient; give it the full one",
             )
             break
 
@@ -69,7 +75,11 @@ def _wrong_updates(trace: Trace, judgements: Sequence[Judgement], m: Measurement
 def _contradictions(trace: Trace, contradictions: Sequence[Contradiction]) -> Iterator[Finding]:
     for c in contradictions:
         b = trace.boundaries[c.boundary] if c.boundary is not None else None
-        path = () if b is None else (PathStep(role="cause", kind=b.kind, call_site=b.call_site, boundary=b.index),)
+        path = (
+            ()
+            if b is None
+            else (PathStep(role="cause", kind=b.kind, call_site=b.call_site, boundary=b.index),)
+        )
         yield make_finding(
             "PA901",
             param_fqn=c.param_fqn,
@@ -83,5 +93,5 @@ def _contradictions(trace: Trace, contradictions: Sequence[Contradiction]) -> It
                 Evidence(strength="measured", statement=c.measured),
             ),
             path=path,
-            next_step="please report it with the JSON report (--format json); until then trust the measured verdict",
+            next_step="please report it with the JSON report (--format json); trust the measured verdict",
         )

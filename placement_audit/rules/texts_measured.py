@@ -13,7 +13,7 @@ WRONG_GRADIENT = Rule(
     why="""\
 The placements are right and the numbers are not: the forward is not what one device computes (a mean over
 the local shard), a divisor is wrong, a value is masked and its gradient is not, a custom backward is wrong.
-Such faults leave no mark in placements; in the project's corpus of public faults a fifth are of this kind.""",
+Such faults leave no mark in placements; a fifth of the public faults in the project's corpus do not.""",
     how_judged="""\
 Measured only: every gradient, assembled as its placements say, against the same weights and global batch on
 one device. What looks like a factor of one mesh dim's size, or like replicas that differ, is reported as
@@ -26,7 +26,11 @@ loss = F.cross_entropy(logits, labels, reduction="sum") / global_valid_tokens"""
     fix="""\
 Compare the loss first (PA208). Where the loss is right, look at what lies between the named parameter and
 the first parameter after it whose gradient is right.""",
-    links=(Link(ref="pytorch/torchtitan#4332", about="a bias divided by tp, differentiated through the division"),),
+    links=(
+        Link(
+            ref="pytorch/torchtitan#4332", about="a bias divided by tp, differentiated through the division"
+        ),
+    ),
 )
 
 WRONG_LOSS = Rule(

@@ -35,7 +35,8 @@ def on_tp(value: torch.Tensor, mesh: DeviceMesh, placement: object) -> torch.Ten
 
 
 def run(
-    build: Callable[[DeviceMesh], dict[str, torch.Tensor]], loss: Callable[[Bag, torch.Tensor, DeviceMesh], torch.Tensor]
+    build: Callable[[DeviceMesh], dict[str, torch.Tensor]],
+    loss: Callable[[Bag, torch.Tensor, DeviceMesh], torch.Tensor],
 ) -> Report:
     """Audit a program on two tp ranks; ``x`` (8, 4) is equal on both."""
     torch.manual_seed(0)
@@ -64,7 +65,8 @@ def w_replicate(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("label", "expected"), [(None, Verdict.LOST_REDUCTION), ([P], Verdict.DEFERRED), ([R], Verdict.LOST_REDUCTION)]
+    ("label", "expected"),
+    [(None, Verdict.LOST_REDUCTION), ([P], Verdict.DEFERRED), ([R], Verdict.LOST_REDUCTION)],
 )
 def test_a_weight_used_on_a_sharded_activation(label: list[object] | None, expected: Verdict) -> None:
     def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -188,7 +190,9 @@ def test_activation_checkpointing_tells_a_fault_once() -> None:
 def test_local_map_without_in_grad_placements() -> None:
     def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         rows = DTensor.from_local(x, mesh, [R]).redistribute(placements=[S0])
-        scale = local_map(lambda a, b: a * b, out_placements=[S0], in_placements=([S0], [R]), device_mesh=mesh)
+        scale = local_map(
+            lambda a, b: a * b, out_placements=[S0], in_placements=([S0], [R]), device_mesh=mesh
+        )
         return scale(rows, m.w).square().sum().full_tensor()
 
     report = run(w_replicate, loss)
@@ -290,4 +294,7 @@ def test_the_same_round_trip_that_says_partial_doubles() -> None:
 
     report = run(build, loss)
     assert verdict(report) is Verdict.DOUBLE_REDUCTION
-    assert cause(report, "PA202") == "back = DTensor.from_local(z.to_local(grad_placements=[P]) * 2, mesh, z.placements)"
+    assert (
+        cause(report, "PA202")
+        == "back = DTensor.from_local(z.to_local(grad_placements=[P]) * 2, mesh, z.placements)"
+    )

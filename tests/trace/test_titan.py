@@ -1,4 +1,4 @@
-"""torchtitan's own simple_fsdp.llama3, built and traced in one process: stock is right, the proposed fix is not."""
+"""torchtitan's own simple_fsdp.llama3, traced in one process: stock is right, the proposed fix is not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ def norms(report: Report) -> set[str]:
         ("fsdp_tp.toml", ("--activation_checkpoint.mode", "selective"), 57),
         (
             "fsdp_tp.toml",
-            ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
+            (
+                "--activation_checkpoint.mode",
+                "selective",
+                "--activation_checkpoint.selective_ac_option",
+                "op",
+            ),
             57,
         ),
         ("fsdp_tp.toml", ("--parallelism.disable_loss_parallel",), 57),
@@ -104,7 +109,7 @@ def test_the_other_half_alone_loses_the_reduction() -> None:
 
 
 def test_a_data_parallel_average_is_no_fault_but_one_that_differs_is() -> None:
-    average = ('self.grad_placements\n', '[Partial("avg")] * self.device_mesh.ndim\n')
+    average = ("self.grad_placements\n", '[Partial("avg")] * self.device_mesh.ndim\n')
     with rewritten(average):
         report = report_on("fsdp_tp.toml")
     assert report.findings == ()
@@ -116,7 +121,9 @@ def test_a_data_parallel_average_is_no_fault_but_one_that_differs_is() -> None:
     with rewritten(one):
         report = report_on("fsdp_tp.toml")
     wrong = {f.param_fqn for f in report.findings if f.severity == "error"}
-    assert wrong == {p.fqn for p in report.trace.params if p.tensor.global_shape in ((256, 2048), (2048, 256))}
+    assert wrong == {
+        p.fqn for p in report.trace.params if p.tensor.global_shape in ((256, 2048), (2048, 256))
+    }
     assert {f.rule_id for f in report.findings} == {"PA203"}
 
 

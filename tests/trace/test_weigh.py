@@ -1,4 +1,4 @@
-"""Traced against measured: who decides, and when it is a fault of ours. The traces are real, the numbers made."""
+"""Traced against measured: who decides, and when it is our fault. The traces are real, the numbers made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from placement_audit.judge import judge
-from placement_audit.model import BoundaryMeasure, Measurement, ParamMeasure, Report, StateKind, Trace, Verdict
+from placement_audit.model import (
+    BoundaryMeasure,
+    Measurement,
+    ParamMeasure,
+    Report,
+    StateKind,
+    Trace,
+    Verdict,
+)
 from placement_audit.weigh import slots
 from tests.trace.test_matrix import CELLS, run_cell
 from tests.trace.worlds import judgement, of_rule
@@ -103,7 +111,9 @@ def test_a_value_traced_equal_that_differs_is_a_fault_of_ours(traces: dict[str, 
     trace = traces["v0-N"]
     m = numbers(trace)
     last = trace.boundaries[-1].index
-    whole = next(b for b in m.boundaries if trace.boundaries[b.index].value_state[1].kind is StateKind.INVARIANT)
+    whole = next(
+        b for b in m.boundaries if trace.boundaries[b.index].value_state[1].kind is StateKind.INVARIANT
+    )
     wrong = replace(whole, value_spread=(whole.value_spread[0], 0.3))
     m = replace(m, boundaries=tuple(wrong if b is whole else b for b in m.boundaries))
     report = judge(trace, m)
@@ -116,7 +126,9 @@ def test_a_value_traced_equal_that_differs_is_a_fault_of_ours(traces: dict[str, 
 def test_a_value_traced_varying_that_is_equal_is_only_counted(traces: dict[str, Trace]) -> None:
     trace = traces["v0-N"]
     m = numbers(trace)
-    varying = next(b for b in m.boundaries if trace.boundaries[b.index].value_state[0].kind is StateKind.VARYING)
+    varying = next(
+        b for b in m.boundaries if trace.boundaries[b.index].value_state[0].kind is StateKind.VARYING
+    )
     calm = replace(varying, value_spread=(0.0, varying.value_spread[1]))
     m = replace(m, boundaries=tuple(calm if b is varying else b for b in m.boundaries))
     assert judge(trace, m).exit_status == 0
@@ -125,7 +137,9 @@ def test_a_value_traced_varying_that_is_equal_is_only_counted(traces: dict[str, 
 
 def test_replicas_that_differed_before_the_step_excuse_the_trace(traces: dict[str, Trace]) -> None:
     trace = traces["v0-N"]
-    m = numbers(trace, {"grad_error": 0.1, "grad_ratio": 1.01, "init_spread": (None, 0.2), "grad_spread": (None, 0.2)})
+    m = numbers(
+        trace, {"grad_error": 0.1, "grad_ratio": 1.01, "init_spread": (None, 0.2), "grad_spread": (None, 0.2)}
+    )
     m = replace(m, boundaries=tuple(replace(b, value_spread=(0.5, 0.5)) for b in m.boundaries))
     report = judge(trace, m)
     assert on_tp(report) is Verdict.RANKS_DISAGREE
@@ -137,10 +151,20 @@ def test_replicas_that_differed_before_the_step_excuse_the_trace(traces: dict[st
     ("changes", "whole", "verdict", "rule"),
     [
         ({"grad_error": 0.3, "grad_ratio": 0.98}, {}, Verdict.WRONG_GRADIENT, "PA207"),
-        ({"grad_error": 0.3, "grad_ratio": 1.1, "grad_spread": (None, 0.4)}, {}, Verdict.LOST_REDUCTION, "PA201"),
+        (
+            {"grad_error": 0.3, "grad_ratio": 1.1, "grad_spread": (None, 0.4)},
+            {},
+            Verdict.LOST_REDUCTION,
+            "PA201",
+        ),
         # two mesh dims of size 2: numbers alone can't say which one doubled
         ({"grad_error": 1.0, "grad_ratio": 2.0}, {}, Verdict.WRONG_GRADIENT, "PA207"),
-        ({"grad_present": False, "grad_error": None, "grad_ratio": None}, {}, Verdict.WRONG_GRADIENT, "PA207"),
+        (
+            {"grad_present": False, "grad_error": None, "grad_ratio": None},
+            {},
+            Verdict.WRONG_GRADIENT,
+            "PA207",
+        ),
     ],
     ids=["numbers", "replicas", "factor", "missing"],
 )

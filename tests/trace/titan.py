@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def report_on(config: str, *overrides: str) -> Report:
 
 
 @contextmanager
-def rewritten(*edits: tuple[str, str]) -> Iterator[int]:
+def rewritten(*edits: tuple[str, str]) -> Generator[int]:
     """Run with `ReplicateComputation.replicate_compute` edited; yields the line of its first to_local.
 
     The new code keeps the old one's file name and line numbers, so that call sites stay true.
