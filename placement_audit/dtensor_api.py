@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as _redistribute
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
@@ -37,6 +38,7 @@ __all__ = [
     "mark_node",
     "marked_node",
     "placement_of",
+    "rank_map_of",
     "relabelling",
     "replaced_everywhere",
     "spec_of",
@@ -110,6 +112,11 @@ def dtype_name(x: torch.Tensor) -> str:
 def storage_key(x: torch.Tensor) -> int:
     """Address of the tensor's storage: views, saved tensors and in-place ops share it."""
     return x.untyped_storage()._cdata
+
+
+def rank_map_of(mesh: DeviceMesh) -> torch.Tensor:
+    """The tensor of ranks below a mesh and its slices, which slice it anew in every forward (2.13)."""
+    return getattr(mesh, "_rank_map", mesh.mesh)
 
 
 def in_backward() -> bool:

@@ -18,6 +18,7 @@ from placement_audit.dtensor_api import (
     clean_fqn,
     dtype_name,
     local_of,
+    rank_map_of,
     relabelling,
     replaced_everywhere,
     spec_of,
@@ -129,6 +130,7 @@ class Tracer:
                         vector[d] = _INVARIANT if placement.is_replicate() else _VARYING
             ledger.put(p, ledger.sid(tuple(vector), grad=False))
             self.flow.params.setdefault(storage_key(local_of(p)), fqn)
+        ledger.put(rank_map_of(self._case.mesh), ledger.invariant)
         for b in self._case.model.buffers():
             ledger.put(b, ledger.invariant)
         batch = tuple(_VARYING if d in self._case.batch_dims else _INVARIANT for d in world.dims)
