@@ -48,7 +48,7 @@ def torchrun(
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**os.environ, **env, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **env},
     )
     try:
         out, err = process.communicate(timeout=100)
