@@ -21,7 +21,6 @@ from placement_audit.dtensor_api import (
     in_backward,
     in_recompute,
     local_of,
-    placement_of,
     spec_of,
     storage_key,
 )
@@ -84,7 +83,11 @@ class Flow(EagerMode):
         self.seeding = False
         self._entered: Any = None
         self._inside = 0
+        # The same few questions come up thousands of times; answers depend on nothing else.
         self._plans: dict[tuple[int, int, bool], list[tuple[int, Any, State]]] = {}
+        self._relabels: dict[tuple[int, int, int], int] = {}
+        self._calls: dict[Any, tuple[CollectiveCall, tuple[int, ...] | None]] = {}
+        self._results: dict[tuple[int, str, str | None, tuple[int, ...] | None], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
@@ -248,18 +251,44 @@ class Flow(EagerMode):
                 ledger.put(x, ledger.combine(sids, adds=traits.adds))
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        call = read_collective(func, args)
-        dims = self.world.dims_of_ranks(call.ranks)
+        call, dims = self._read(func, args)
         ins = _tensors(args, kwargs)
         sent = call.inputs(ins)
         ledger = self.ledger
         sid = ledger.combine([ledger.get(x) for x in sent], adds=False) if sent else ledger.invariant
-        grad = ledger.is_grad(sid)
-        sizes = self.world.sizes
-        vector = ledger.vector(sid)
         equal: tuple[int, ...] = ()
         if call.reduces:
+            vector = ledger.vector(sid)
             equal = tuple(d for d in dims or () if vector[d].kind is StateKind.INVARIANT)
+        # Told before it runs: a collective that never ends is the one to name.
+        self.on_collective(call, dims, sent[0] if sent else None, equal)
+        out = func(*args, **kwargs)
+        key = (sid, call.name, call.reduce_op, dims)
+        result = self._results.get(key)
+        if result is None:
+            result = self._results[key] = self._after(call, dims, sid)
+        for o in call.outputs(ins, _flat(out)):
+            ledger.put(o, result)
+        return out
+
+    def _read(self, func: Any, args: Any) -> tuple[CollectiveCall, tuple[int, ...] | None]:
+        """The collective and its mesh dims; functional ones name all but their tensor in plain arguments."""
+        key = (func, args[1:]) if args and isinstance(args[0], torch.Tensor) else None
+        try:
+            found = self._calls.get(key)
+        except TypeError:  # a list among them
+            key = found = None
+        if found is None:
+            call = read_collective(func, args)
+            found = call, self.world.dims_of_ranks(call.ranks)
+            if key is not None and func.namespace == "_c10d_functional":
+                self._calls[key] = found
+        return found
+
+    def _after(self, call: CollectiveCall, dims: tuple[int, ...] | None, sid: int) -> int:
+        """The state vector after a collective over ``dims``."""
+        grad = self.ledger.is_grad(sid)
+        sizes = self.world.sizes
 
         def change(d: int, state: State) -> State:
             if dims is None or d not in dims:
@@ -272,13 +301,7 @@ class Flow(EagerMode):
                 return states.gathered(state)
             return states.exchanged(state)
 
-        # Told before it runs: a collective that never ends is the one to name.
-        self.on_collective(call, dims, sent[0] if sent else None, equal)
-        out = func(*args, **kwargs)
-        result = ledger.changed(sid, change)
-        for o in call.outputs(ins, _flat(out)):
-            ledger.put(o, result)
-        return out
+        return self.ledger.changed(sid, change)
 
     # ---- parameters on their way to their use
 
@@ -308,23 +331,31 @@ class Flow(EagerMode):
         """State after DTensor moved ``local`` from one set of placements to another (`relabelling`)."""
         ledger = self.ledger
         sid = ledger.get(local)
-        grad = ledger.is_grad(sid)
-        vector = list(ledger.vector(sid))
         mesh: DeviceMesh = current.mesh
-        pairs = zip(self.world.dims_of_mesh(mesh), current.placements, target.placements, strict=True)
-        for span, src, dst in pairs:
-            if src == dst:
-                continue
-            for d in span or ():
-                vector[d] = states.relabel(
-                    vector[d], placement_of(src), placement_of(dst), self.world.sizes[d], is_grad=grad
-                )
-        new = ledger.sid(tuple(vector), grad=grad)
+        src = self.world.layout(mesh, current.placements)
+        dst = self.world.layout(mesh, target.placements)
+        key = (sid, id(src), id(dst))
+        new = self._relabels.get(key)
+        if new is None:
+            new = self._relabels[key] = self._relabel(sid, src, dst)
         if storage_key(local_of(result)) == storage_key(local_of(local)):
             ledger.put_alone(result, new)
         else:
             ledger.put(result, new)
         return result
+
+    def _relabel(self, sid: int, src: Layout, dst: Layout) -> int:
+        ledger = self.ledger
+        before, after = (dict(zip(x.dims, x.placements, strict=True)) for x in (src, dst))
+        grad = ledger.is_grad(sid)
+
+        def change(d: int, state: State) -> State:
+            name = self.world.dims[d]
+            if name not in before:
+                return state
+            return states.relabel(state, before[name], after[name], self.world.sizes[d], is_grad=grad)
+
+        return ledger.changed(sid, change)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -94,6 +94,8 @@ class Interceptor:
         self._ledger = flow.ledger
         self._world = flow.world
         self._module_fqn = module_fqn
+        self._labelled: dict[tuple[int, int, int, str], int] = {}
+        self._delivered: dict[tuple[int, int, int, int, int], int] = {}
         self._depth = 0
         self._running: list[RawBoundary] = []
         self._crossings = 0
@@ -218,9 +220,19 @@ class Interceptor:
 
     def _into_dtensor(self, raw: RawBoundary, g: torch.Tensor, kind: str) -> None:
         """Backward of `to_local`: a plain gradient got a label. Blame the call where the label is false."""
-        crossing, src, left = raw.grad, raw.src, raw.grad.left if raw.grad else None
-        if crossing is None or src is None or left is None:
+        if raw.grad is None or raw.src is None or raw.grad.left is None:
             return
+        sid = self._ledger.get(g)
+        key = (sid, id(raw.src), id(raw.grad.left), kind)
+        new = self._labelled.get(key)
+        if new is None:
+            new = self._label(raw, raw.src, raw.grad.left, sid, kind)
+            if new == sid:  # nobody is blamed: the same for every call like it
+                self._labelled[key] = new
+        if new != sid:
+            self._ledger.put_alone(g, new)
+
+    def _label(self, raw: RawBoundary, src: Layout, left: Layout, sid: int, kind: str) -> int:
         label = dict(zip(left.dims, left.placements, strict=True))
         forward = dict(zip(src.dims, src.placements, strict=True))
         dims = self._ledger.dims
@@ -239,27 +251,36 @@ class Interceptor:
                 return states.blamed(state, raw.index)
             return state
 
-        sid = self._ledger.get(g)
-        self._ledger.put_alone(g, self._ledger.changed(sid, change))
+        return self._ledger.changed(sid, change)
 
     def _out_of_dtensor(self, raw: RawBoundary, g: torch.Tensor) -> None:
         """Backward of `from_local`: the gradient of a varying plain tensor is varying."""
-        crossing, dst = raw.grad, raw.dst
-        if crossing is None or dst is None:
+        if raw.grad is None or raw.dst is None:
             return
+        found = self._ledger.get(g)
+        sid = self._ledger.as_grad(found)
+        key = (sid, raw.grad.arrived_sid, id(raw.dst), id(raw.declared), raw.value_sid)
+        new = self._delivered.get(key)
+        if new is None:
+            new = self._deliver(raw, raw.dst, sid, raw.grad.arrived_sid)
+            if new == sid:
+                self._delivered[key] = new
+        if new != found:
+            self._ledger.put_alone(g, new)
+
+    def _deliver(self, raw: RawBoundary, dst: Layout, sid: int, arrived_sid: int) -> int:
         forward = dict(zip(dst.dims, dst.placements, strict=True))
         value = self._ledger.vector(raw.value_sid)
-        before = self._ledger.vector(crossing.arrived_sid)
+        before = self._ledger.vector(arrived_sid)
         dims = self._ledger.dims
 
         def change(d: int, state: State) -> State:
             placement = forward.get(dims[d])
             if placement is None:
                 return state
-            if state.scale != before[d].scale and before[d].kind is StateKind.VARYING:
-                rescaled_by_label = self._declares_partial(raw, dims[d])
-                if rescaled_by_label:
-                    state = states.blamed(state, raw.index)
+            rescaled = state.scale != before[d].scale and before[d].kind is StateKind.VARYING
+            if rescaled and self._declares_partial(raw, dims[d]):
+                state = states.blamed(state, raw.index)
             if placement.is_partial and self._declares_partial(raw, dims[d]):
                 return _term_of_a_term(before[d], self._world.sizes[d], raw.index)
             if placement.is_partial and state.kind is StateKind.INVARIANT:
@@ -270,8 +291,7 @@ class Interceptor:
                 return State(StateKind.AMBIGUOUS, state.scale, state.blame)
             return state
 
-        sid = self._ledger.as_grad(self._ledger.get(g))
-        self._ledger.put_alone(g, self._ledger.changed(sid, change))
+        return self._ledger.changed(sid, change)
 
     @staticmethod
     def _declares_partial(raw: RawBoundary, mesh_dim: str) -> bool:
