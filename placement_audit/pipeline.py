@@ -14,11 +14,16 @@ import placement_audit
 from placement_audit.config import AuditConfig, RankEnv
 from placement_audit.errors import AuditError, IncompleteError
 from placement_audit.failure import Failure
-from placement_audit.model import Report, RunRecord
+from placement_audit.model import Measurement, Report, RunRecord
 from placement_audit.progress import PROGRESS
 
 if TYPE_CHECKING:
     from placement_audit.case import Case
+    from placement_audit.measure.run import Prepared
+    from placement_audit.trace import Tracer
+
+_SEED = 2217
+"""Of a measurement's weights."""
 
 
 def _silent(phase: str, seconds: float | None) -> None:
@@ -32,11 +37,13 @@ class Options:
     Attributes:
         verbose: let torchtitan log and torch warn.
         rank_env: this process's place under torchrun; None alone.
+        measure: measure real values against one device (real ranks only).
         tell: called with each phase's name, and None when it begins or its seconds when it ends.
     """
 
     verbose: bool = False
     rank_env: RankEnv | None = None
+    measure: bool = False
     tell: Callable[[str, float | None], None] = _silent
 
 
@@ -86,28 +93,61 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
         with phase("build"):
             from placement_audit.build import build
 
-            case = build(config, rank_env=options.rank_env)
+            case = build(config, rank_env=options.rank_env, float32=options.measure)
         _check_case(case)
+        prepared = None
+        if options.measure:
+            with phase("weights"):
+                case, prepared = _prepared(case)
         with phase("trace"):
-            from placement_audit.trace import trace_step
+            from placement_audit.measure.fingerprint import fingerprint
+            from placement_audit.trace import Tracer
 
+            tracer = Tracer(case, PROGRESS.note, fingerprint if prepared is not None else None)
             try:
-                trace = trace_step(case, _run_record(config, case), PROGRESS.note)
+                loss = tracer.run()
             except AuditError:
                 raise
             except Exception as error:
                 raise _failed(error, case, alone=options.rank_env is None) from error
+            trace = tracer.freeze(_run_record(config, case, measured=prepared is not None))
+        measurement = None
+        if prepared is not None:
+            with phase("measure"):
+                measurement = _measured(prepared, case, loss, tracer)
         with phase("judge"):
             from placement_audit.judge import judge
 
-            report = judge(trace)
+            report = judge(trace, measurement)
     if not report.judgements:
         raise IncompleteError(f"audited nothing: {case.name} has no trainable parameter.")
     record = replace(report.trace.run, phases=tuple(phases))
     return replace(report, trace=replace(report.trace, run=record))
 
 
-def _run_record(config: AuditConfig, case: Case) -> RunRecord:
+def _prepared(case: Case) -> tuple[Case, Prepared | None]:
+    """The case with new weights and its reference; without, and a note why, where it can't be measured."""
+    from placement_audit.measure.errors import NotMeasurable
+    from placement_audit.measure.run import prepare
+
+    try:
+        return case, prepare(case, seed=_SEED, note=PROGRESS.note)
+    except NotMeasurable as why:
+        return replace(case, notes=(*case.notes, str(why))), None
+
+
+def _measured(prepared: Prepared, case: Case, loss: object, tracer: Tracer) -> Measurement:
+    from placement_audit.measure.fingerprint import BoundaryPrints
+    from placement_audit.measure.run import finish
+
+    prints = [
+        BoundaryPrints(index=index, value=value, arrived=arrived, left=left)
+        for index, value, arrived, left in tracer.fingerprints()
+    ]
+    return finish(prepared, case, loss=loss, boundaries=prints, note=PROGRESS.note)
+
+
+def _run_record(config: AuditConfig, case: Case, *, measured: bool) -> RunRecord:
     from placement_audit.build import versions
 
     return RunRecord(
@@ -120,7 +160,7 @@ def _run_record(config: AuditConfig, case: Case) -> RunRecord:
         world_size=case.mesh.size(),
         backend=case.backend,
         device_type=case.device_type,
-        evidence=("traced",),
+        evidence=("traced", "measured") if measured else ("traced",),
         notes=case.notes,
         phases=(),
     )

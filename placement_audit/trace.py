@@ -103,8 +103,8 @@ class Tracer:
 
     # ---- running
 
-    def run(self) -> None:
-        """Run the step once, watched."""
+    def run(self) -> object:
+        """Run the step once, watched; returns what the step returned, this rank's loss."""
         self._annotate()
         for _, p in self._params:
             p.grad = None
@@ -116,7 +116,7 @@ class Tracer:
             stack.enter_context(self.interceptor.installed())
             stack.enter_context(self._seeding())
             stack.enter_context(self.flow)
-            self._case.step()
+            return self._case.step()
 
     def _annotate(self) -> None:
         """Write down what comes from outside: parameters, buffers and the batch."""
@@ -176,6 +176,14 @@ class Tracer:
             yield
         finally:
             torch.autograd.backward = original
+
+    def fingerprints(self) -> list[tuple[int, Any, Any, Any]]:
+        """(boundary, of its value, of the gradient that arrived, of the one that left), in call order."""
+        found = []
+        for b in self.interceptor.boundaries:
+            arrived, left = (b.grad.arrived_print, b.grad.left_print) if b.grad is not None else (None, None)
+            found.append((b.index, b.value_print, arrived, left))
+        return found
 
     # ---- notes
 
