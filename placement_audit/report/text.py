@@ -10,6 +10,7 @@ from rich.text import Text
 from placement_audit.model import Outcome, Phase, Report, Severity, Verdict
 from placement_audit.report import fold
 from placement_audit.report.blocks import finding_block, note_block, remark_lines
+from placement_audit.report.numbers import measured_lines
 from placement_audit.report.table import BAD, parameter_table
 from placement_audit.report.words import (
     evidence_text,
@@ -41,6 +42,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
         console.print(parameter_table(console, rows))
     lines(_counts(report, width))
+    lines(measured_lines(report, width))
     blocks = fold.fold_findings(report)
     for block in blocks:
         if block.first.severity is not Severity.NOTE:

@@ -1,0 +1,61 @@
+"""What real ranks measured, in three lines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from placement_audit.model import Measurement, Report
+from placement_audit.report.words import labelled, plural
+from placement_audit.weigh import slots
+
+
+def measured_lines(report: Report, width: int) -> Iterator[Text]:
+    """The measurement as a section of the report; nothing where none was made."""
+    m = report.measurement
+    if m is None:
+        return
+    yield Text()
+    for label, text in (
+        ("measured", _gradients(m)),
+        ("loss", f"{m.loss:.7g}, {m.reference_loss:.7g} on one device: relative error {m.loss_error:.1e}"),
+        ("step", _steps(m)),
+        ("states", _states(report, m)),
+    ):
+        if text:
+            yield from map(Text, labelled(label, text, width=width, indent=0))
+
+
+def _gradients(m: Measurement) -> str:
+    errors = [p.grad_error for p in m.params if p.grad_error is not None]
+    right = sum(e <= m.tolerance for e in errors)
+    how = f"{m.dtype}, seed {m.seed}" + (f", {m.model}" if m.model else "")
+    text = f"{right:,} of {plural(len(errors), 'gradient')} within {m.tolerance:.0e} of one device's ({how})"
+    if errors:
+        text += f"; the worst is off by {max(errors):.1e}"
+    if m.grad_scale != 1:
+        text += f"; all are {m.grad_scale} of it: the data-parallel ranks' parts are averaged"
+    return text
+
+
+def _steps(m: Measurement) -> str:
+    job = [p.step_error for p in m.params if p.step_error is not None]
+    sgd = [p.sgd_error for p in m.params if p.sgd_error is not None]
+    parts = []
+    if job:
+        parts.append(f"after clipping and one step of the job's optimizer off by {max(job):.1e} at most")
+    if sgd:
+        parts.append(f"changes by plain SGD by {max(sgd):.1e}")
+    if m.grad_norm is not None and m.reference_grad_norm is not None:
+        parts.append(f"total norm {m.grad_norm:.6g}, {m.reference_grad_norm:.6g} on one device")
+    return "; ".join(parts)
+
+
+def _states(report: Report, m: Measurement) -> str:
+    compared, cautious, wrong = slots(report.trace, m)
+    if not compared:
+        return ""
+    text = f"{compared:,} traced states at boundaries set against the ranks' values: "
+    text += "all agree" if not wrong else f"{wrong:,} contradict them"
+    return text + (f", {cautious:,} of them equal though traced as varying" if cautious else "")
