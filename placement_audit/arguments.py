@@ -108,6 +108,18 @@ def _add_running(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help="auto (default): alone no values at all (meta); under torchrun CUDA where there is one",
     )
     group.add_argument(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        help="prove it with numbers, on real ranks against one device (default: under torchrun only); alone "
+        "it starts CPU ranks by itself, as many as the job's degrees give",
+    )
+    group.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="keep there what each rank printed and how far it came (default: only where ranks failed, in a "
+        "temporary folder)",
+    )
+    group.add_argument(
         "overrides", nargs="*", metavar="-- OVERRIDES", help="torchtitan's own: -- --model.flavor 8B"
     )
 

@@ -37,6 +37,7 @@ class Case:
         step: runs one forward and backward; leaves the gradients in ``.grad`` and returns this rank's loss.
         device_type: "meta", "cpu" or "cuda".
         backend: "fake", "gloo" or "nccl".
+        reduce_dtype: the dtype that the job wants gradients reduced in, torch's name; None where it wants none.
         notes: what the reader of the report must know, whole sentences.
         reference: makes the same job on one device; None where there is no such thing.
         update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
@@ -52,6 +53,7 @@ class Case:
     step: Callable[[], object]
     device_type: str
     backend: str
+    reduce_dtype: str | None = None
     notes: tuple[str, ...] = ()
     reference: Callable[[], Reference] | None = None
     update: Callable[[nn.Module, str], float | None] | None = None

@@ -11,18 +11,27 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import placement_audit
 from placement_audit import arguments, output
-from placement_audit.config import RankEnv, load
+from placement_audit.config import AuditConfig, RankEnv, load
 from placement_audit.errors import AuditError, IncompleteError, ReportError, UsageError
 
 if TYPE_CHECKING:
     from placement_audit.launch import Ranks
     from placement_audit.model import Report
 
-_WORDS = {"build": "building the model", "trace": "tracing one step", "judge": "judging"}
+Tell = Callable[[str, float | None], None]
+
+_WORDS = {
+    "import": "importing torch and torchtitan",
+    "build": "building the model",
+    "weights": "giving it weights",
+    "trace": "tracing one step",
+    "measure": "measuring",
+    "judge": "judging",
+}
 
 
 class _Talk:
@@ -162,34 +171,70 @@ _ACTIONS: dict[str, Callable[[Namespace, _Talk], int]] = {
 
 
 def _run(args: Namespace, talk: _Talk, finish: Callable[[Report], int]) -> int:
-    """Audit, alone or as one of torchrun's ranks, and hand the report to ``finish``."""
+    """Audit, alone, on ranks of our own or as one of torchrun's, and hand the report to ``finish``."""
     from placement_audit import pipeline
 
     if not args.verbose:
         # torch's C++ side logs by itself, with stack traces, what is told in one message here.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     rank_env = RankEnv.from_environ()
+    measure = rank_env is not None if args.measure is None else args.measure
 
-    def audit(ranks: Ranks | None) -> Report:
-        _check_output(args)
-        config = load(
-            args.config,
-            overrides=args.overrides,
-            world_size=args.world_size,
-            timeout=args.timeout,
-            device=args.device,
-        )
-        if ranks is not None:
-            ranks.timeout = config.timeout
-        tell = talk.phase if rank_env is None or rank_env.rank == 0 else pipeline.Options().tell
-        return pipeline.run(config, pipeline.Options(verbose=args.verbose, rank_env=rank_env, tell=tell))
+    def audit(config: AuditConfig, env: RankEnv | None, tell: Tell) -> Report:
+        options = pipeline.Options(verbose=args.verbose, rank_env=env, measure=measure, tell=tell)
+        return pipeline.run(config, options)
 
-    if rank_env is None:
-        return finish(audit(None))
+    if rank_env is not None:
+        return _run_rank(args, talk, rank_env, audit, finish)
+    if args.log_dir and not measure:
+        raise UsageError("--log-dir is for ranks: it needs --measure, or torchrun.")
+    config = _config(args)
+    if not measure:
+        return finish(audit(config, None, talk.phase))
+    from placement_audit.ranks import Manner, run_ranks
+
+    manner = Manner(log_dir=args.log_dir, verbose=args.verbose, tell=talk.phase)
+    return finish(run_ranks(config, audit, manner))
+
+
+def _run_rank(
+    args: Namespace,
+    talk: _Talk,
+    env: RankEnv,
+    audit: Callable[[AuditConfig, RankEnv | None, Tell], Report],
+    finish: Callable[[Report], int],
+) -> NoReturn:
+    """Be one of torchrun's ranks."""
     from placement_audit.config import DEFAULT_TIMEOUT
     from placement_audit.launch import run_rank
+    from placement_audit.partial import PARTIAL
 
-    return run_rank(rank_env, audit, finish, say=talk.error, timeout=args.timeout or DEFAULT_TIMEOUT)
+    def tell(name: str, seconds: float | None) -> None:
+        PARTIAL.phase(name, seconds)
+        if env.rank == 0:
+            talk.phase(name, seconds)
+
+    def work(ranks: Ranks) -> Report:
+        if args.log_dir:
+            from placement_audit.ranks import open_evidence
+
+            open_evidence(args.log_dir, env.rank)
+        config = _config(args)
+        ranks.timeout = config.timeout
+        return audit(config, env, tell)
+
+    run_rank(env, work, finish, say=talk.error, timeout=args.timeout or DEFAULT_TIMEOUT)
+
+
+def _config(args: Namespace) -> AuditConfig:
+    _check_output(args)
+    return load(
+        args.config,
+        overrides=args.overrides,
+        world_size=args.world_size,
+        timeout=args.timeout,
+        device=args.device,
+    )
 
 
 def _read_report(path: str) -> Report:

@@ -25,6 +25,7 @@ from placement_audit.model import (
     Verdict,
 )
 from placement_audit.rules.boundary import boundary_findings
+from placement_audit.rules.dtype import dtype_findings
 from placement_audit.rules.gradient import gradient_findings
 from placement_audit.rules.measured import measured_findings
 from placement_audit.weigh import Contradiction, weigh
@@ -60,7 +61,11 @@ def judge(trace: Trace, measurement: Measurement | None = None) -> Report:
     if measurement is not None:
         weighed = weigh(trace, judgements, measurement)
         judgements, contradictions = weighed.judgements, weighed.contradictions
-    findings = (*gradient_findings(trace, judgements), *boundary_findings(trace, judgements))
+    findings = (
+        *gradient_findings(trace, judgements),
+        *boundary_findings(trace, judgements),
+        *dtype_findings(trace),
+    )
     if measurement is not None:
         findings += tuple(measured_findings(trace, judgements, measurement, contradictions))
     order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}

@@ -1,8 +1,8 @@
-"""One rank among those that torchrun started: nobody hangs, one message, one status.
+"""One rank of several, under torchrun or `placement_audit.ranks`: nobody hangs, one message, one status.
 
-Ranks talk through torchrun's own key-value store, never through the process group under audit, which may
-be what hangs. Each rank has a watchdog thread. It looks four times a second whether another rank failed or
-hangs, and ends its process even while the main thread waits in a collective:
+Ranks talk through the launcher's key-value store (`placement_audit.store`), never through the process group
+under audit, which may be what hangs. Each rank has a watchdog thread. It looks four times a second whether
+another rank failed or hangs, and ends its process even while the main thread waits in a collective:
 
 - A rank that raises posts its error; all ranks leave with its status, and one of them tells it.
 - A rank without progress (`placement_audit.progress`) for the timeout calls the roll: every watchdog posts
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from placement_audit import roll
@@ -28,7 +28,9 @@ from placement_audit.config import RankEnv
 from placement_audit.errors import AuditError, IncompleteError
 from placement_audit.failure import Failure, place_of_thread
 from placement_audit.model import Report
+from placement_audit.partial import PARTIAL
 from placement_audit.progress import PROGRESS
+from placement_audit.store import connect
 
 POLL = 0.25
 """Seconds between two looks of the watchdog."""
@@ -40,48 +42,12 @@ _GRACE = 1.0
 """Seconds that a rank has to fail by itself, once another has: ranks often fail alike."""
 
 
-_CONNECT = 30
-"""Seconds to reach the store; the launcher opens it before it starts any rank."""
-
-
 def leave(status: int) -> NoReturn:
     """End this process at once, whatever its threads wait for."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def connect(env: RankEnv, environ: dict[str, str] | None = None) -> Any:
-    """A room of our own in torchrun's key-value store (torch's Store).
-
-    Raises:
-        IncompleteError: it cannot be reached.
-    """
-    from torch.distributed import PrefixStore, TCPStore
-
-    environ = dict(os.environ) if environ is None else environ
-    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    try:
-        store = TCPStore(
-            host,
-            int(port),
-            is_master=env.rank == 0 and not hosted,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_CONNECT),
-            # The process group opens the same store again in this process.
-            multi_tenant=True,
-        )
-    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise IncompleteError(
-            f"rank {env.rank} cannot reach the launcher's store at {host}:{port} (MASTER_ADDR, MASTER_PORT) "
-            "within "
-            f"{_CONNECT} s: {reason}. torchrun --standalone picks a free port by itself.",
-        ) from error
-    # A restarted job must not find what the last attempt left.
-    return PrefixStore(f"placement_audit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 class Ranks:
@@ -100,7 +66,7 @@ class Ranks:
 
         Args:
             env: this process's place.
-            store: see `connect`.
+            store: see `placement_audit.store.connect`.
             say: tells the user a message and its details.
             timeout: seconds without progress that count as hanging.
             leave: ends the process (replaced in tests).
@@ -138,8 +104,11 @@ class Ranks:
                     self._close_after_stall()
                     return
             except Exception:
-                # The store is gone, and with it torchrun: nobody is left to talk to, and none may linger.
+                # The store is gone, and with it its launcher: none may linger, and no rank can speak for all.
                 if not self._stop.is_set():
+                    self._say_here(
+                        "lost the launcher's store: the torchrun that hosts it, or its machine, is gone."
+                    )
                     self._leave(IncompleteError.exit_status)
                 return
 
@@ -147,7 +116,13 @@ class Ranks:
 
     def fail(self, error: BaseException) -> None:
         """Post this rank's failure, let one rank tell it, and leave; called by the main thread."""
-        if not isinstance(error, AuditError):
+        if isinstance(error, SystemExit):
+            failure = Failure(error)
+            error = IncompleteError(
+                f"the job's code ended the process: {failure.what} ({failure.place}).",
+                details=failure.details,
+            )
+        elif not isinstance(error, AuditError):
             failure = Failure(error)
             error = IncompleteError(
                 f"placement-audit itself failed: {failure.what} ({failure.place}). Please report it with the "
@@ -155,15 +130,20 @@ class Ranks:
                 details=failure.details,
             )
         record = {
-            "order": self._store.add("failures", 1),
             "status": error.exit_status,
             "message": error.message,
             "details": getattr(error, "details", ""),
         }
-        self._store.set(f"failure/{self.env.rank}", json.dumps(record))
-        self._store.set("failed", "1")
-        self._failing.set()
-        self._close_after_failure()
+        PARTIAL.add("failed", **record)
+        try:
+            record["order"] = self._store.add("failures", 1)
+            self._store.set(f"failure/{self.env.rank}", json.dumps(record))
+            self._store.set("failed", "1")
+            self._failing.set()
+            self._close_after_failure()
+        except Exception:  # the store is gone
+            self._say_here(error.message, record["details"])
+            self._leave(error.exit_status)
 
     def _close_after_failure(self) -> None:
         if not self._closing.acquire(blocking=False):
@@ -187,6 +167,7 @@ class Ranks:
             seconds=round(time.monotonic() - last.since, 1),
             place=place_of_thread(self._main),
         )
+        PARTIAL.add("hung", **asdict(answer))
         self._store.set(f"answer/{self.env.rank}", answer.to_json())
         answers = {r: roll.Answer.from_json(t) for r, t in self._collect("answer").items()}
         message = roll.hang_message(answers, self.env.world_size, self.timeout)
@@ -213,6 +194,11 @@ class Ranks:
             while not self._store.check(["told"]) and time.monotonic() < end:
                 time.sleep(0.02)
         self._gather_at_the_door(len(ranks))
+
+    def _say_here(self, message: str, details: str = "") -> None:
+        """Tell without asking the others, once a machine."""
+        if self.env.local_rank == 0:
+            self._say(message, details)
 
     def _gather_at_the_door(self, ranks: int) -> None:
         """Wait until ``ranks`` ranks are about to leave.
@@ -291,6 +277,6 @@ def run_rank(
         leave(ranks.share(status))
     except KeyboardInterrupt:
         leave(130)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         ranks.fail(error)
         leave(IncompleteError.exit_status)

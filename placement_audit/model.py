@@ -429,6 +429,7 @@ class Trace:
         ops: counts, sorted.
         assumed_invariant: tensors that came from outside the trace and were taken as equal on all ranks.
         random_ops: random ops, taken as equal on all ranks.
+        reduce_dtype: the dtype that the job wants gradients reduced in; None where it wants none.
     """
 
     run: RunRecord
@@ -440,6 +441,7 @@ class Trace:
     ops: tuple[OpCount, ...]
     assumed_invariant: int
     random_ops: int
+    reduce_dtype: str | None = None
 
 
 # --------------------------------------------------------------------------- measured on real ranks

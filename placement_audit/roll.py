@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -77,11 +78,81 @@ def hang_message(answers: Mapping[int, Answer], world_size: int, timeout: float)
     for rank, a in answers.items():
         groups[rank not in behind, a.phase, a.text, a.place].append(rank)
     for (waits, phase, text, place), ranks in sorted(groups.items(), key=lambda g: (g[0][0], g[1])):
-        verb = "waiting in" if waits else "last collective was"
+        verb = "waiting in" if waits else "got as far as"
         what = f"{verb} {text}" if text else f"in phase {phase}"
         seconds = min(answers[r].seconds for r in ranks)
         lines.append(f"  {named(ranks)}: {what}, {seconds:.0f} s ago; at {place}")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trail:
+    """What a rank's records say once it can't answer for itself.
+
+    Attributes:
+        phase: "build", "trace", ...; "start" before the first.
+        text: what it noted last in this phase; "" for nothing.
+        failed: the error that it met, where it could still record one; else "".
+    """
+
+    phase: str = "start"
+    text: str = ""
+    failed: str = ""
+
+    def __str__(self) -> str:
+        if self.failed:
+            return f"failed in turn: {self.failed}"
+        return f"in phase {self.phase}" + (f", got as far as {self.text}" if self.text else "")
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status} before the audit was done,"
+    try:
+        name = f" ({signal.Signals(-status).name})"
+    except ValueError:
+        name = ""
+    return f"was killed by signal {-status}{name}"
+
+
+def lost_message(lost: Mapping[int, int], trails: Mapping[int, Trail]) -> str:
+    """Which ranks ended without a word, and where all of them stood.
+
+    Args:
+        lost: exit statuses by rank, negative for a signal; at least one.
+        trails: of all ranks.
+    """
+    first = min(lost)
+    alike = [r for r, status in lost.items() if (status, trails[r]) == (lost[first], trails[first])]
+    verb = _ended(lost[first])
+    if len(alike) > 1:
+        verb = verb.replace("was killed", "were killed")
+    lines = [f"{named(alike)} {verb} {trails[first]}."]
+    if lost[first] == -signal.SIGKILL:
+        lines.append("  If nobody sent it, memory ran out: take fewer ranks, or a smaller model.")
+    lines += [f"  rank {r}: {_ended(status)} {trails[r]}" for r, status in lost.items() if r not in alike]
+    return "\n".join(lines + trail_lines({r: t for r, t in trails.items() if r not in lost}))
+
+
+def stuck_message(trails: Mapping[int, Trail], timeout: float) -> str:
+    """No rank makes progress, and none has a watchdog that answers.
+
+    Args:
+        trails: of all ranks.
+        timeout: seconds.
+    """
+    first = (
+        f"all {len(trails)} ranks hang: no progress for {timeout:g} s (--timeout), and no watchdog answers."
+    )
+    return "\n".join([first, *trail_lines(trails)])
+
+
+def trail_lines(trails: Mapping[int, Trail]) -> list[str]:
+    """One line for each group of ranks that stood at the same place."""
+    groups: dict[Trail, list[int]] = defaultdict(list)
+    for rank, trail in trails.items():
+        groups[trail].append(rank)
+    return [f"  {named(ranks)}: {trail}" for trail, ranks in sorted(groups.items(), key=lambda g: g[1])]
 
 
 def failure_message(failures: Mapping[int, Mapping[str, Any]], world_size: int) -> tuple[str, str, int]:

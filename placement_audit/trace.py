@@ -250,6 +250,7 @@ class Tracer:
             ops=self._ops(),
             assumed_invariant=self.ledger.assumed,
             random_ops=self.flow.random_ops,
+            reduce_dtype=self._case.reduce_dtype,
         )
 
     def _param(

@@ -6,11 +6,19 @@ import difflib
 
 from placement_audit.rules.rule import Rule
 from placement_audit.rules.texts_boundary import BOUNDARY_RULES
+from placement_audit.rules.texts_dtype import DTYPE_RULES
 from placement_audit.rules.texts_gradient import GRADIENT_RULES
 from placement_audit.rules.texts_measured import MEASURED_RULES
-from placement_audit.rules.texts_readers import READER_RULES
+from placement_audit.rules.texts_readers import READER_RULES, SELF_RULES
 
-RULES: tuple[Rule, ...] = (*BOUNDARY_RULES, *GRADIENT_RULES, *MEASURED_RULES, *READER_RULES)
+RULES: tuple[Rule, ...] = (
+    *BOUNDARY_RULES,
+    *GRADIENT_RULES,
+    *MEASURED_RULES,
+    *READER_RULES,
+    *DTYPE_RULES,
+    *SELF_RULES,
+)
 """Every rule, by id."""
 
 _BY_KEY = {key: rule for rule in RULES for key in (rule.id.lower(), rule.name)}

@@ -45,6 +45,7 @@ def gradient_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterat
         ):
             reductions.setdefault(c.boundary, []).append(c)
     first_dim = trace.mesh.dim_names[:1]
+    last_wrong = _first_wrong_in_backward(trace, judgements)
     for j in judgements:
         rule_id = _RULE_OF.get(j.verdict)
         if rule_id is None:
@@ -52,7 +53,7 @@ def gradient_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterat
         if j.verdict in (Verdict.NO_GRADIENT, Verdict.WRONG_GRADIENT) and j.mesh_dim not in first_dim:
             continue  # one finding a parameter: it is no matter of one mesh dim
         p = params[j.param_fqn]
-        path = _path(trace, p, j, reductions)
+        path = _path(trace, p, j, reductions) if j.verdict is not Verdict.WRONG_GRADIENT else last_wrong
         yield make_finding(
             rule_id,
             param_fqn=j.param_fqn,
@@ -67,6 +68,29 @@ def gradient_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterat
             # A parameter that no forward used may be meant; one that was used surely misses something.
             severity=Severity.WARNING if j.verdict is Verdict.NO_GRADIENT and not p.uses else None,
         )
+
+
+def _first_wrong_in_backward(trace: Trace, judgements: tuple[Judgement, ...]) -> tuple[PathStep, ...]:
+    """Where numbers alone say that gradients are wrong: the last parameter of the model whose gradient is.
+
+    Backward reaches the last parameters first, so what went wrong lies at or after the place where that
+    one is used, and before the next one, whose gradient is right.
+    """
+    wrong = {j.param_fqn for j in judgements if j.verdict is Verdict.WRONG_GRADIENT}
+    order = [p for p in trace.params if p.requires_grad]
+    at = max((i for i, p in enumerate(order) if p.fqn in wrong), default=None)
+    if at is None:
+        return ()
+    after = f"; {order[at + 1].fqn} after it is right" if at + 1 < len(order) else ""
+    return tuple(
+        PathStep(
+            role=f"{order[at].fqn}, the first wrong one in backward order, is used here{after}",
+            kind="op",
+            call_site=u.call_site,
+            boundary=-1,
+        )
+        for u in order[at].uses[:1]
+    )
 
 
 def _in_words(placement: Placement, mesh_dim: str, *, summed: bool) -> str:

@@ -97,4 +97,5 @@ Please report it, with the JSON report (`--format json`): it holds the whole tra
 the measured verdict: it compares values with a single-process reference.""",
 )
 
-READER_RULES = (DEFERRED_REDUCTION, WRONG_UPDATE, EVIDENCE_DISAGREES)
+READER_RULES = (DEFERRED_REDUCTION, WRONG_UPDATE)
+SELF_RULES = (EVIDENCE_DISAGREES,)

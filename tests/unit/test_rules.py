@@ -31,6 +31,7 @@ SEVERITIES = {
     "PA208": ("wrong-loss", Severity.ERROR),
     "PA401": ("deferred-reduction", Severity.NOTE),
     "PA402": ("wrong-update", Severity.ERROR),
+    "PA501": ("reduction-dtype", Severity.NOTE),
     "PA901": ("evidence-disagrees", Severity.ERROR),
 }
 
