@@ -6,6 +6,7 @@ The rules that turn verdicts and boundaries into findings are in `placement_audi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from fractions import Fraction
 
@@ -59,7 +60,7 @@ def judge(trace: Trace, measurement: Measurement | None = None) -> Report:
     )
     contradictions: tuple[Contradiction, ...] = ()
     if measurement is not None:
-        weighed = weigh(trace, judgements, measurement)
+        weighed = weigh(trace, judgements, measurement, scale=math.prod(baseline.values(), start=Fraction(1)))
         judgements, contradictions = weighed.judgements, weighed.contradictions
     findings = (
         *gradient_findings(trace, judgements),

@@ -7,6 +7,8 @@ another rank failed or hangs, and ends its process even while the main thread wa
 - A rank that raises posts its error; all ranks leave with its status, and one of them tells it.
 - A rank without progress (`placement_audit.progress`) for the timeout calls the roll: every watchdog posts
   how far its rank is and where its main thread stands; who is furthest behind, or does not answer, hung.
+- A rank that is killed can post nothing: the others' failures say that it gave no answer, and where it was
+  seen last. torchrun's SIGTERM, which follows at once, has to wait until that is told.
 - At the end the ranks compare their judgements; rank 0 writes, the others wait until it has, for torchrun
   kills them all at the first non-zero exit.
 """
@@ -29,8 +31,9 @@ from placement_audit.errors import AuditError, IncompleteError
 from placement_audit.failure import Failure, place_of_thread
 from placement_audit.model import Report
 from placement_audit.partial import PARTIAL
-from placement_audit.progress import PROGRESS
-from placement_audit.store import connect
+from placement_audit.progress import PROGRESS, Snapshot
+from placement_audit.sigterm import Sigterm
+from placement_audit.store import connect, places, post_place
 
 POLL = 0.25
 """Seconds between two looks of the watchdog."""
@@ -40,6 +43,8 @@ _ANSWER = 3.0
 
 _GRACE = 1.0
 """Seconds that a rank has to fail by itself, once another has: ranks often fail alike."""
+
+_NO_STORE = "lost the launcher's store: the torchrun that hosts it, or its machine, is gone."
 
 
 def leave(status: int) -> NoReturn:
@@ -78,13 +83,16 @@ class Ranks:
         self._leave = leave
         self._main = threading.get_ident()
         self._failing = threading.Event()
+        self._sigterm: Sigterm | None = None
+        self._posted: Snapshot | None = None
         self._closing = threading.Lock()
         self._stop = threading.Event()
 
     # ---- the watchdog
 
     def start(self) -> None:
-        """Start the watchdog."""
+        """Start the watchdog; from the main thread."""
+        self._sigterm = Sigterm()
         threading.Thread(target=self._watch, name="placement-audit watchdog", daemon=True).start()
 
     def stop(self) -> None:
@@ -94,6 +102,9 @@ class Ranks:
     def _watch(self) -> None:
         while not self._stop.wait(POLL):
             try:
+                self._post_place()
+                if self._sigterm and self._sigterm.came() and not self._failing.is_set():
+                    self.fail(IncompleteError("was told to end (SIGTERM) before the audit was done."))
                 if self._store.check(["failed"]):
                     # Ranks that fail alike, each from its own main thread, are told once, without a rank.
                     if not self._failing.wait(_GRACE):
@@ -106,16 +117,21 @@ class Ranks:
             except Exception:
                 # The store is gone, and with it its launcher: none may linger, and no rank can speak for all.
                 if not self._stop.is_set():
-                    self._say_here(
-                        "lost the launcher's store: the torchrun that hosts it, or its machine, is gone."
-                    )
+                    self._say_here(_NO_STORE)
                     self._leave(IncompleteError.exit_status)
                 return
+
+    def _post_place(self) -> None:
+        """Let the others know how far this rank is, should it be killed."""
+        last = PROGRESS.snapshot()
+        if last is not self._posted:
+            self._posted = last
+            post_place(self._store, self.env.rank, roll.Trail(phase=last.phase, text=last.text))
 
     # ---- failing
 
     def fail(self, error: BaseException) -> None:
-        """Post this rank's failure, let one rank tell it, and leave; called by the main thread."""
+        """Post this rank's failure, let one rank tell it, and leave."""
         if isinstance(error, SystemExit):
             failure = Failure(error)
             error = IncompleteError(
@@ -141,8 +157,8 @@ class Ranks:
             self._store.set("failed", "1")
             self._failing.set()
             self._close_after_failure()
-        except Exception:  # the store is gone
-            self._say_here(error.message, record["details"])
+        except Exception:
+            self._say_here(f"{_NO_STORE}\n  rank {self.env.rank}: {error.message}", record["details"])
             self._leave(error.exit_status)
 
     def _close_after_failure(self) -> None:
@@ -150,8 +166,9 @@ class Ranks:
             time.sleep(3600)  # the watchdog is closing already and will end this process
         self._store.set(f"closed/{self.env.rank}", "1")
         closed = self._collect("closed")
+        silent = places(self._store, set(range(self.env.world_size)).difference(closed))
         failures = {rank: json.loads(text) for rank, text in self._collect("failure", wait=0).items()}
-        message, details, status = roll.failure_message(failures, self.env.world_size)
+        message, details, status = roll.failure_message(failures, self.env.world_size, silent)
         self._tell_once(message, details, ranks=closed)
         self._leave(status)
 

@@ -464,9 +464,12 @@ class ParamMeasure:
         grad_spread: per world mesh dim, the largest relative difference between ranks that by the gradient's
             label hold the same; None where the label lets them differ.
         init_spread: likewise for the parameter before the step.
-        step_error: of the parameter's change in one step with the job's own clipping and optimizer.
-        sgd_error: of its change in one plain SGD step with the same clipping; AdamW's first step is blind to
-            scale.
+        step_error: of the parameter's value after one step with the job's own clipping and optimizer, over
+            the elements whose gradient is not near zero (at least a hundredth of its root mean square): there
+            the first step of Adam is a sign, which rounding decides. Compares with ``step_tolerance``.
+        sgd_error: of the parameter's change in one plain SGD step with the same clipping, for AdamW's first
+            step is blind to scale. Compares with ``tolerance``. Both steps are taken with gradients so large
+            that clipping does clip; both are None where either side has no gradient.
     """
 
     fqn: str

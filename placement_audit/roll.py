@@ -8,6 +8,7 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from textwrap import shorten
 from typing import Any
 
 from placement_audit.errors import IncompleteError
@@ -100,9 +101,10 @@ class Trail:
     failed: str = ""
 
     def __str__(self) -> str:
+        text = f"during {self.phase}" + (f", at or after {self.text}" if self.text else "")
         if self.failed:
-            return f"failed in turn: {self.failed}"
-        return f"in phase {self.phase}" + (f", got as far as {self.text}" if self.text else "")
+            text += f"; then failed: {shorten(self.failed, 220, placeholder=' ...')}"
+        return text
 
 
 def _ended(status: int) -> str:
@@ -155,12 +157,15 @@ def trail_lines(trails: Mapping[int, Trail]) -> list[str]:
     return [f"  {named(ranks)}: {trail}" for trail, ranks in sorted(groups.items(), key=lambda g: g[1])]
 
 
-def failure_message(failures: Mapping[int, Mapping[str, Any]], world_size: int) -> tuple[str, str, int]:
+def failure_message(
+    failures: Mapping[int, Mapping[str, Any]], world_size: int, silent: Mapping[int, Trail]
+) -> tuple[str, str, int]:
     """The failure to tell, of those posted: the first one, for the others often follow from it.
 
     Args:
         failures: by rank: "order" (1 first), "status", "message", "details".
         world_size: ranks.
+        silent: ranks that gave no answer, and where each was seen last.
 
     Returns:
         Message, details, exit status.
@@ -172,6 +177,14 @@ def failure_message(failures: Mapping[int, Mapping[str, Any]], world_size: int) 
     # What all ranks say alike, or what a user can mend, is about the job and not about a rank.
     about_job = len(alike) == world_size or first["status"] == 2
     message = first["message"] if about_job else f"{named(alike)}: {first['message']}"
+    if silent and first["status"] != 2:
+        # What the others met, such as a lost connection, most often follows from that.
+        lines = [
+            f"{named(silent)} gave no answer: killed (out of memory?), or busy outside Python.",
+            f"  {message}",
+        ]
+        lines[1:1] = [f"  {named([r])} was last seen {trail}" for r, trail in silent.items()]
+        return "\n".join(lines), first["details"], IncompleteError.exit_status
     return message, first["details"], first["status"]
 
 

@@ -96,7 +96,7 @@ class Child:
         return self.status is not None
 
     def dump(self) -> None:
-        """Let it write the stacks of its threads to its log, even while it is busy outside Python."""
+        """Let it write its stack to its log, even while it is busy outside Python."""
         if not self.poll():
             os.kill(self._pid, signal.SIGUSR1)
 
@@ -130,5 +130,9 @@ def _redirect(log: Path, *, show: bool) -> None:
         os.dup2(target, 2)
         os.close(target)
     os.dup2(2, 1)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    # Line by line: a killed rank's last words must not stay in a buffer.
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    # A crash shows its stack, and `Child.dump` that of the main thread; the watchdog's says nothing.
+    faulthandler.enable(file=2, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)

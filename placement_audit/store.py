@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from placement_audit.config import RankEnv
 from placement_audit.errors import IncompleteError
+from placement_audit.roll import Trail
 
 _CONNECT = 30
 """Seconds to reach the store; the launcher opens it before it starts any rank."""
@@ -49,6 +51,21 @@ def connect(env: RankEnv, environ: Mapping[str, str] | None = None) -> Any:
         ) from error
     # A restarted job must not find what the last attempt left.
     return PrefixStore(f"placement_audit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def post_place(room: Any, rank: int, trail: Trail) -> None:
+    """Let the others know how far a rank is, should it be killed."""
+    room.set(f"at/{rank}", json.dumps([trail.phase, trail.text]))
+
+
+def places(room: Any, ranks: Iterable[int]) -> dict[int, Trail]:
+    """Where each of these ranks was seen last; those that were never seen are left out."""
+    found = {}
+    for rank in sorted(ranks):
+        if room.check([f"at/{rank}"]):
+            phase, text = json.loads(room.get(f"at/{rank}"))
+            found[rank] = Trail(phase=phase, text=text)
+    return found
 
 
 def listen() -> socket.socket:

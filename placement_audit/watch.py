@@ -15,16 +15,16 @@ from placement_audit.spawn import Child
 _POLL = 0.02
 """Seconds between two looks at the ranks."""
 
-_GRACE = 12.0
-"""Seconds that ranks have to leave once one has left; their own roll call takes up to ten."""
+_GRACE = 5.0
+"""Seconds that ranks have to leave once one has left, which it does when all that can have been heard."""
 
-_BACKSTOP = 15.0
+_BACKSTOP = 10.0
 """Seconds after the deadline when ranks whose watchdogs do not answer are ended from here."""
 
 _DUMP = 0.3
-"""Seconds that a rank has to write its stacks to its log."""
+"""Seconds that a rank has to write its stack to its log."""
 
-_TAIL = 15
+_TAIL = 12
 """Lines of a log that a message shows."""
 
 
@@ -92,8 +92,9 @@ class Watch:
             if len(ended) == len(self._children) or (leave_by and now > leave_by):
                 return self._result()
             if now - self._heard > self._timeout + _BACKSTOP:
+                message = roll.stuck_message(self._trails, self._timeout)
                 self._end_rest()
-                raise self._incomplete(roll.stuck_message(self._trails, self._timeout), 0)
+                raise self._incomplete(message, 0)
             time.sleep(_POLL)
 
     def _read(self) -> None:
@@ -105,8 +106,7 @@ class Watch:
                     case "note":
                         self._trails[rank] = roll.Trail(phase=record["phase"], text=record["text"])
                     case "failed":
-                        message = record["message"].splitlines()[0]
-                        self._trails[rank] = replace(self._trails[rank], failed=message)
+                        self._trails[rank] = replace(self._trails[rank], failed=record["message"])
                     case "phase" if rank == 0:
                         self._tell(record["name"], record["seconds"])
 
@@ -123,8 +123,9 @@ class Watch:
             ours.append(0)
         lost = {c.rank: c.status for c in ended if c.status is not None and c.status not in ours}
         if lost and not any(isinstance(v, tuple) for v in values):
+            message = roll.lost_message(lost, self._trails)
             self._end_rest()
-            raise self._incomplete(roll.lost_message(lost, self._trails), min(lost))
+            raise self._incomplete(message, min(lost))
 
     def _result(self) -> Report:
         """The report, once all have left; or what was told, at the latest when their time is over."""
@@ -145,7 +146,7 @@ class Watch:
         raise self._incomplete("\n".join(lines), show)
 
     def _end_rest(self) -> list[int]:
-        """End the ranks that are left, and return which; their logs get their stacks."""
+        """End the ranks that are left, and return which; each one's log gets its stack."""
         rest = [c for c in self._children if not c.poll()]
         for child in rest:
             child.dump()
@@ -153,17 +154,24 @@ class Watch:
             time.sleep(_DUMP)
         for child in rest:
             child.kill()
-        self._read()
         return [c.rank for c in rest]
 
     def _incomplete(self, message: str, rank: int | None) -> IncompleteError:
         """The message, the end of one rank's log, and where the rest is."""
         lines = [message]
         log = self._children[rank or 0].log
-        if rank is not None and log.exists():
-            tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
-            if tail:
-                lines.append(f"the last lines of rank {rank}'s log:")
-                lines += [f"  | {line}".rstrip() for line in tail]
+        text = log.read_text(errors="replace") if rank is not None and log.exists() else ""
+        if text:
+            lines.append(f"from the end of rank {rank}'s log:")
+            lines += [f"  | {line}".rstrip() for line in _tail(text.splitlines())]
         lines.append(f"logs and partial evidence of all ranks: {log.parent}")
         return IncompleteError("\n".join(lines))
+
+
+def _tail(lines: list[str]) -> list[str]:
+    """The last lines of a log; of a stack in it the innermost calls, which faulthandler writes first."""
+    start = max(len(lines) - _TAIL, 0)
+    stacks = [i for i, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    if stacks:
+        start = min(start, max(stacks[-1] - 4, 0))
+    return lines[start : start + _TAIL]

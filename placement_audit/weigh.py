@@ -57,8 +57,17 @@ class Weighed:
     contradictions: tuple[Contradiction, ...]
 
 
-def weigh(trace: Trace, judgements: tuple[Judgement, ...], m: Measurement) -> Weighed:
-    """Set the traced judgements against a measurement of the same step."""
+def weigh(
+    trace: Trace, judgements: tuple[Judgement, ...], m: Measurement, *, scale: Fraction = Fraction(1)
+) -> Weighed:
+    """Set the traced judgements against a measurement of the same step.
+
+    Args:
+        trace: of the step.
+        judgements: traced.
+        m: measured.
+        scale: common factor of all gradients that the trace takes for an average over the batch's mesh dims.
+    """
     measures = {p.fqn: p for p in m.params}
     by_param: dict[str, list[Judgement]] = {}
     for j in judgements:
@@ -73,10 +82,11 @@ def weigh(trace: Trace, judgements: tuple[Judgement, ...], m: Measurement) -> We
             out += js
             continue
         js = [replace(j, evidence=(*j.evidence, measured_evidence(pm, m, i))) for i, j in enumerate(js)]
-        if right(pm, m.tolerance):
+        # A common factor that is no average over the batch is a fault, however many share it.
+        if right(pm, m.tolerance) and m.grad_scale == scale:
             out += [_measured_right(j, contradictions, replicas_agree) for j in js]
         else:
-            out += _measured_wrong(trace, js, pm, m)
+            out += _measured_wrong(trace, js, pm, m, replicas_agree)
     if replicas_agree:
         contradictions += _values_against_states(trace, m)
     return Weighed(judgements=tuple(out), contradictions=tuple(contradictions))
@@ -133,10 +143,17 @@ def _measured_right(j: Judgement, contradictions: list[Contradiction], replicas_
     return j
 
 
-def _measured_wrong(trace: Trace, js: list[Judgement], pm: ParamMeasure, m: Measurement) -> list[Judgement]:
+def _measured_wrong(
+    trace: Trace, js: list[Judgement], pm: ParamMeasure, m: Measurement, replicas_agree: bool
+) -> list[Judgement]:
     """The trace's own verdict where it has one; else what the numbers look like."""
     if any(j.verdict not in (*GOOD, Verdict.NOT_JUDGED) for j in js):
         return js
+    if not replicas_agree and not differs(pm.init_spread, m.tolerance):
+        reason = (
+            "replicas of other parameters differed before the step, which spoils every gradient's numbers"
+        )
+        return [replace(j, verdict=Verdict.NOT_JUDGED, reason=reason) for j in js]
     named = _named_by_numbers(trace, pm, m)
     if not named:
         # Not a matter of one mesh dim: the finding is told once, the verdict stands on all.

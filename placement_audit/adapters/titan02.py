@@ -11,13 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from placement_audit.adapters import titan02_checks, titan02_device, titan02_job, titan02_step
+from placement_audit.adapters import (
+    titan02_checks,
+    titan02_device,
+    titan02_job,
+    titan02_reference,
+    titan02_step,
+)
 from placement_audit.adapters.degrees import Degrees, resolve
 from placement_audit.case import Case
 from placement_audit.config import AuditConfig, RankEnv
@@ -25,7 +32,14 @@ from placement_audit.errors import AuditError, BuildError, IncompleteError
 from placement_audit.failure import Failure
 
 
-def build(config: AuditConfig, *, version: str, rank_env: RankEnv | None = None, fake_rank: int = 0) -> Case:
+def build(
+    config: AuditConfig,
+    *,
+    version: str,
+    rank_env: RankEnv | None = None,
+    fake_rank: int = 0,
+    float32: bool = False,
+) -> Case:
     """Build the job as torchtitan would.
 
     Args:
@@ -33,6 +47,7 @@ def build(config: AuditConfig, *, version: str, rank_env: RankEnv | None = None,
         version: torchtitan's, for messages.
         rank_env: this process's place under torchrun; None to play one rank of a fake world.
         fake_rank: the rank to play, without ``rank_env``.
+        float32: compute in float32 whatever the job's mixed precision is, to be measured.
 
     Returns:
         The case, ready to step.
@@ -45,6 +60,8 @@ def build(config: AuditConfig, *, version: str, rank_env: RankEnv | None = None,
     device_type = titan02_device.device_type(config, rank_env)
     titan02_device.claim_device(device_type)
     job = titan02_job.parse(config, version=version)
+    if float32:
+        titan02_reference.in_float32(job)
     if job.experimental.custom_import:
         titan02_job.import_by_name(job.experimental.custom_import, option="experimental.custom_import")
     degrees, notes = resolve(
@@ -75,13 +92,15 @@ def build(config: AuditConfig, *, version: str, rank_env: RankEnv | None = None,
             mesh=mesh,
             model=model,
             device=device,
-            seed=titan02_device.SEED + degrees.batch_rank(rank),
+            seed=titan02_device.SEED,
+            batch_rank=degrees.batch_rank(rank),
             batch_ranks=degrees.batch_size,
         )
     if device.type != "meta" and rank_env is None:
         notes += (
             f"one process on the fake process group with real {device.type} tensors: values mean nothing.",
         )
+    real = device.type != "meta" and rank_env is not None
     return Case(
         name=f"{job.model.name} {job.model.flavor}",
         model=model,
@@ -91,7 +110,24 @@ def build(config: AuditConfig, *, version: str, rank_env: RankEnv | None = None,
         step=case_step,
         device_type=device.type,
         backend=backend,
+        # Under TP alone torchtitan applies no mixed precision, and so no reduce dtype either.
+        reduce_dtype=job.training.mixed_precision_reduce
+        if degrees.dp_shard * degrees.dp_replicate > 1
+        else None,
         notes=notes,
+        reference=partial(
+            titan02_reference.reference,
+            job=job,
+            spec=spec,
+            args=args,
+            dims=dims,
+            device=device,
+            seed=titan02_device.SEED,
+            batch_ranks=degrees.batch_size,
+        )
+        if real
+        else None,
+        update=titan02_reference.updater(job=job, spec=spec, dims=dims, model=model) if real else None,
     )
 
 

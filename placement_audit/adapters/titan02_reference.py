@@ -1,9 +1,9 @@
 """torchtitan 0.2.x: the same job on one device, and one optimizer step on either model.
 
 The reference is torchtitan's own model, not parallelised, in float32, and its step is the same
-`Trainer.forward_backward_step` on the batch of each data-parallel rank in turn. The gradients add up, and so do
-the losses: in 0.2.2 each is a sum over its tokens, divided by the count over all ranks; in 0.2.0 and 0.2.1 each
-is a mean over its own tokens, and a job that averages gradients has them by the number of ranks smaller.
+`Trainer.forward_backward_step` on the batch of each data-parallel rank in turn. The gradients add up, and so
+do the losses: in 0.2.2 each is a sum over its tokens, divided by the count over all ranks; in 0.2.0 and 0.2.1
+each is a mean over its own tokens, and a job that averages gradients has them smaller by the number of ranks.
 """
 
 from __future__ import annotations
@@ -127,10 +127,9 @@ def _check(job: Any, args: Any) -> None:
 def _one_device() -> Any:
     from torchtitan.distributed import ParallelDims
 
-    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
-    dims: Any = ParallelDims(**degrees)
-    # Optimizers with hooks ask for meshes (MoE load balancing, to add up over ranks); here there are none, and
-    # building one would wait for the other ranks.
+    dims: Any = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    # Optimizers with hooks ask for meshes (MoE load balancing, to add up over ranks); here there are none,
+    # and building one would wait for the other ranks.
     dims.get_optional_mesh = lambda *_: None
     return dims
 

@@ -4,8 +4,8 @@ The constructor wants a GPU, a tokenizer and a dataset. `forward_backward_step` 
 and holds all that decides gradients: attention masks, context-parallel sharding of the inputs, loss
 parallel, autocast, the loss's normalisation. So it runs on a Trainer made without its constructor.
 
-Where there are values, each data-parallel rank ignores another number of its labels, as real batches do: equal
-numbers hide faults of the loss's normalisation.
+Where there are values, each data-parallel rank ignores another number of its labels, as real batches do:
+equal numbers hide faults of the loss's normalisation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def step_of(
     model: nn.Module,
     device: torch.device,
     seed: int,
-    batch_rank: int = 0,
+    batch_rank: int,
     batch_ranks: int,
 ) -> tuple[Callable[[], object], tuple[torch.Tensor, ...]]:
     """Make the step and its random batch.

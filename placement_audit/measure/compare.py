@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from placement_audit.dtensor_api import spec_of
 from placement_audit.measure.fingerprint import LARGEST
 
-_ULPS = 84
-"""Roundings allowed for, at least: 1e-5 in float32."""
+_ULPS = 1e-5 / torch.finfo(torch.float32).eps
+"""Roundings allowed for, at least: 84, which is 1e-5 in float32."""
 
 _OF_STEP = 10
 """One optimizer step changes a parameter by less than a tenth of its norm."""
@@ -25,7 +25,7 @@ def tolerance(dtype: torch.dtype, summands: int) -> float:
 
     A weight's gradient is a sum over all tokens; added in another order it is off by about the square root of
     their number, in units of the dtype's precision. Below 7,000 tokens the depth of the model counts for
-    more, and 84 units (1e-5 in float32) are allowed.
+    more, and 84 units are allowed: 1e-5 in float32.
 
     Args:
         dtype: that everything is computed in.
@@ -51,7 +51,7 @@ def _up(x: float) -> float:
 def whole(x: torch.Tensor) -> torch.Tensor:
     """The tensor as its placements say, global shape; collective for a DTensor."""
     with torch.no_grad():
-        return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+        return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def read_as(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -67,21 +67,30 @@ def read_as(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return local_part(grad)
     spec = spec_of(param)
-    if isinstance(grad, DTensor) and spec_of(grad).mesh == spec.mesh and spec_of(grad).placements == spec.placements:
+    if (
+        isinstance(grad, DTensor)
+        and spec_of(grad).mesh == spec.mesh
+        and spec_of(grad).placements == spec.placements
+    ):
         return whole(grad)
     with torch.no_grad():
         return DTensor.from_local(
-            local_part(grad), spec.mesh, spec.placements, run_check=False, shape=param.shape, stride=param.stride()
+            local_part(grad),
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
         ).full_tensor()
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
     """This rank's part, waited for where a collective still writes it."""
     with torch.no_grad():
-        return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+        return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
-def relative_error(x: torch.Tensor, reference: torch.Tensor, scale: Fraction = Fraction(1)) -> float:
+def relative_error(x: torch.Tensor, reference: torch.Tensor, scale: Fraction | float = 1.0) -> float:
     """Frobenius norm of ``x - scale * reference`` over that of ``scale * reference``.
 
     Returns:
@@ -117,7 +126,9 @@ def scales(batch_sizes: Sequence[int]) -> tuple[Fraction, ...]:
         batch_sizes: ranks along each mesh dim over which the batch varies.
     """
     products = {
-        math.prod(chosen) for n in range(len(batch_sizes) + 1) for chosen in itertools.combinations(batch_sizes, n)
+        math.prod(chosen)
+        for n in range(len(batch_sizes) + 1)
+        for chosen in itertools.combinations(batch_sizes, n)
     }
     return tuple(Fraction(1, p) for p in sorted(products))
 

@@ -2,8 +2,8 @@
 
 The norm, and two projections on random vectors that are the same on every rank. Equal tensors have equal
 fingerprints, to the last bit. Where two tensors differ by d, each projection differs by about the norm of d
-(it is normally distributed, with that standard deviation), so that the larger of the two says how far they are apart
-within a factor of about 3; both miss a difference by a factor of 100 once in 16,000 times.
+(it is normally distributed, with that standard deviation), so that the larger of the two says how far they
+are apart within a factor of about 3; both are too small by a factor of 100 once in 16,000 times.
 """
 
 from __future__ import annotations

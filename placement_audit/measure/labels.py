@@ -65,8 +65,8 @@ def part_of(full: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         part = pieces[at] if at < len(pieces) else part.narrow(dim, 0, 0)
     if part.shape != local_of(param).shape:
         raise NotMeasurable(
-            f"not measured: a parameter with placements {spec.placements} holds {tuple(local_of(param).shape)} "
-            f"on this rank, where {tuple(part.shape)} were expected of {tuple(full.shape)}."
+            f"not measured: a parameter of {tuple(full.shape)} with placements {spec.placements} holds "
+            f"{tuple(local_of(param).shape)} on this rank, where {tuple(part.shape)} were expected."
         )
     return part
 
@@ -78,7 +78,9 @@ def _cutting_order(spec: object) -> list[int]:
     for i in reversed(range(len(placements))):
         p = placement_of(placements[i])
         if p.is_partial:
-            raise NotMeasurable(f"not measured: a parameter with placements {placements} has no value of its own.")
+            raise NotMeasurable(
+                f"not measured: a parameter with placements {placements} has no value of its own."
+            )
         if not p.is_shard:
             continue
         at, parts = 0, 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from placement_audit.case import Case, Reference
 from placement_audit.measure import compare, weights
@@ -65,7 +64,9 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
     """
     started = time.perf_counter()
     if case.reference is None or case.update is None or case.backend == "fake" or case.device_type == "meta":
-        raise NotMeasurable("not measured: it takes real ranks with real values, and a model that fits one device.")
+        raise NotMeasurable(
+            "not measured: it takes real ranks with real values, and a model that fits one device."
+        )
     build = case.reference
     world = World(case.mesh)
     params = weights.parameters(case.model)
@@ -81,8 +82,8 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
         odd = sorted(shapes ^ {(fqn, tuple(p.shape)) for fqn, p in params.items()})
         if odd:
             raise NotMeasurable(
-                "not measured: the model on one device has other parameters than the parallel one; only one of "
-                f"them has {', '.join(f'{fqn} {shape}' for fqn, shape in odd[:4])}."
+                "not measured: the model on one device has other parameters than the parallel one; only "
+                f"one of them has {', '.join(f'{fqn} {shape}' for fqn, shape in odd[:4])}."
             )
         weights.fill_reference(theirs, drawn)
         return made
@@ -136,7 +137,7 @@ def finish(
     for which in ("sgd", "job"):
         note(f"comparing a step ({which})")
         steps[which] = compare_update(
-            case.update, which, case.model, prepared.params, both, scale=table.scale, from_zero=which == "sgd"
+            case.update, which, case.model, prepared.params, both, scale=table.scale
         )
     total, loss_error = _loss([mine for mine, _ in losses], losses[0][1], case, world)
     return Measurement(
@@ -164,8 +165,8 @@ def finish(
                 local_error=row.local_error,
                 grad_spread=row.grad_spread,
                 init_spread=prepared.weights.init_spread[fqn],
-                step_error=steps["job"].errors.get(fqn) if row.reference_present else None,
-                sgd_error=steps["sgd"].errors.get(fqn) if row.reference_present else None,
+                step_error=steps["job"].errors.get(fqn),
+                sgd_error=steps["sgd"].errors.get(fqn),
             )
             for fqn, row in table.rows.items()
         ),
@@ -183,7 +184,7 @@ def _reference_step(prepared: Prepared, case: Case) -> float:
 
 
 @contextmanager
-def _own_random_state(device_type: str) -> Iterator[None]:
+def _own_random_state(device_type: str) -> Generator[None]:
     """Rank 0 alone builds and runs the reference: its random state must not get ahead of the others'."""
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -193,7 +194,7 @@ def _own_random_state(device_type: str) -> Iterator[None]:
 def _number(loss: object) -> float:
     """A loss as a number; collective for a DTensor."""
     assert isinstance(loss, torch.Tensor)
-    return (loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()).sum().item()
+    return compare.whole(loss).sum().item()
 
 
 def _loss(of_ranks: list[float], reference: float | None, case: Case, world: World) -> tuple[float, float]:
@@ -208,7 +209,9 @@ def _loss(of_ranks: list[float], reference: float | None, case: Case, world: Wor
         at = tuple(c for c, varies in zip(at_rank[rank], batch, strict=True) if not varies)
         sums[at] = sums.get(at, 0.0) + loss
     assert reference is not None
-    errors = [compare.ratio(abs(s - reference), abs(reference)) if s != reference else 0.0 for s in sums.values()]
+    errors = [
+        compare.ratio(abs(s - reference), abs(reference)) if s != reference else 0.0 for s in sums.values()
+    ]
     return _finite(next(iter(sums.values()))), max(errors)
 
 

@@ -1,16 +1,17 @@
 """Weights for a measurement: random where the job's own initial values would hide a fault.
 
-Ones and zeros hide faults, and so do shards that are equal (on CPU every rank draws the same numbers). So each
-parameter gets new values, drawn from a seed and its name, with the mean and the deviation that the job's init
-gave it. Every rank draws the whole tensor and keeps its part; the model on one device keeps all of it.
+Ones and zeros hide faults, and so do shards that are equal (on CPU every rank draws the same numbers). So
+each parameter gets new values, drawn from a seed and its name, with the mean and the deviation that the job's
+init gave it. Every rank draws the whole tensor and keeps its part; the model on one device keeps all of it.
 
-What is kept is a fault: where ranks that should hold the same did not after the job's init, they differ by as
-much afterwards. The model on one device has the values without that difference.
+A fault is kept: where ranks that should hold the same did not after the job's init, they differ by as much
+afterwards. The model on one device has the values without that difference.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import zlib
 from dataclasses import dataclass
 
@@ -79,8 +80,11 @@ def survey(params: dict[str, nn.Parameter], world: World, seed: int) -> Weights:
     moments, drawn_as, init_spread = {}, {}, {}
     for fqn, p in params.items():
         rows = [r[fqn] for r in ranks]
-        _, mean, deviation, _ = next((r for r in rows if r[0]), rows[0])
-        moments[fqn] = _moments(mean, deviation)
+        there = [r for r in rows if r[0]] or rows
+        # The median: one rank that is off must not spoil what all of them draw.
+        moments[fqn] = _moments(
+            statistics.median_low(r[1] for r in there), statistics.median_low(r[2] for r in there)
+        )
         drawn_as[fqn] = first.setdefault(id(p), fqn)
         init_spread[fqn] = where_alike(spreads([r[3] for r in rows], world), held_alike(p, world))
     return Weights(seed=seed, moments=moments, drawn_as=drawn_as, init_spread=init_spread)
