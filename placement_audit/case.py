@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -38,6 +39,8 @@ class Case:
         device_type: "meta", "cpu" or "cuda".
         backend: "fake", "gloo" or "nccl".
         reduce_dtype: the dtype that the job wants gradients reduced in, torch's name; None where it wants none.
+        grad_scale: what the job's loss calls for, over the gradient of the sum of the ranks' losses: 1 where
+            each rank's loss is its part of the whole, 1/n where it is a mean of its own; None for unknown.
         notes: what the reader of the report must know, whole sentences.
         reference: makes the same job on one device; None where there is no such thing.
         update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
@@ -54,6 +57,7 @@ class Case:
     device_type: str
     backend: str
     reduce_dtype: str | None = None
+    grad_scale: Fraction | None = None
     notes: tuple[str, ...] = ()
     reference: Callable[[], Reference] | None = None
     update: Callable[[nn.Module, str], float | None] | None = None

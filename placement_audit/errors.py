@@ -8,6 +8,7 @@
     |   `-- ReportError         2: a saved report that cannot be read
     |-- BuildError              2: the job cannot be built: a degree, a model, torchtitan itself
     `-- IncompleteError         3: the audit started and did not complete, or audited nothing
+        `-- NotMeasurable       a measurement that cannot be made; its trace stands
 
 Every message says what is wrong, where, what was expected, what was found, and what to do next; the
 command line prints it as it is, without a traceback.
@@ -63,3 +64,7 @@ class IncompleteError(AuditError):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+class NotMeasurable(IncompleteError):
+    """This job cannot be measured here; the message says why. Its trace is as good as ever."""

@@ -182,7 +182,8 @@ class Interceptor:
         if self._fingerprint is None:
             return None
         with unwatched():
-            return self._fingerprint(local_of(x))
+            # As it is: a collective that is still writing it is waited for.
+            return self._fingerprint(x._local_tensor if isinstance(x, DTensor) else x)
 
     def _layout(self, x: torch.Tensor) -> Layout | None:
         if not isinstance(x, DTensor):

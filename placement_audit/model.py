@@ -519,6 +519,7 @@ class Measurement:
         loss_error: relative.
         grad_scale: common factor of all gradients over the reference: 1 where the data-parallel ranks' parts
             are summed, 1/n where they are averaged; found out, not assumed.
+        expected_scale: the factor that the job's loss calls for; None for unknown.
         grad_norm: total norm that the ranks' clipping reported.
         reference_grad_norm: on one device.
         params: in the model's order.
@@ -543,6 +544,7 @@ class Measurement:
     params: tuple[ParamMeasure, ...]
     boundaries: tuple[BoundaryMeasure, ...]
     seconds: float
+    expected_scale: Fraction | None = None
 
 
 # --------------------------------------------------------------------------- verdicts

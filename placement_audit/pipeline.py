@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import placement_audit
 from placement_audit.config import AuditConfig, RankEnv
-from placement_audit.errors import AuditError, IncompleteError
+from placement_audit.errors import AuditError, IncompleteError, NotMeasurable
 from placement_audit.failure import Failure
 from placement_audit.model import Measurement, Report, RunRecord
 from placement_audit.progress import PROGRESS
@@ -114,7 +114,11 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
         measurement = None
         if prepared is not None:
             with phase("measure"):
-                measurement = _measured(prepared, case, loss, tracer)
+                try:
+                    measurement = _measured(prepared, case, loss, tracer)
+                except NotMeasurable as why:
+                    run_record = replace(trace.run, evidence=("traced",), notes=(*trace.run.notes, str(why)))
+                    trace = replace(trace, run=run_record)
         with phase("judge"):
             from placement_audit.judge import judge
 
@@ -127,7 +131,6 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
 
 def _prepared(case: Case) -> tuple[Case, Prepared | None]:
     """The case with new weights and its reference; without, and a note why, where it can't be measured."""
-    from placement_audit.measure.errors import NotMeasurable
     from placement_audit.measure.run import prepare
 
     try:

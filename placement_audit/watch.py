@@ -68,6 +68,7 @@ class Watch:
         self._timeout = timeout
         self._tell = tell
         self._trails = {c.rank: roll.Trail() for c in children}
+        self._failed: list[int] = []
         self._heard = time.monotonic()
 
     def run(self) -> Report:
@@ -107,6 +108,7 @@ class Watch:
                         self._trails[rank] = roll.Trail(phase=record["phase"], text=record["text"])
                     case "failed":
                         self._trails[rank] = replace(self._trails[rank], failed=record["message"])
+                        self._failed.append(rank)
                     case "phase" if rank == 0:
                         self._tell(record["name"], record["seconds"])
 
@@ -133,8 +135,8 @@ class Watch:
         values = [c.outbox.get() for c in self._children]
         if isinstance(values[0], Report) and not any(c.status for c in self._children):
             return values[0]
-        failed = [r for r, trail in self._trails.items() if trail.failed]
-        show = (failed or killed or [None])[0]
+        # The first to fail; the others may have met its end.
+        show = (self._failed or killed or [None])[0]
         for child, value in zip(self._children, values, strict=True):
             if isinstance(value, tuple):
                 message, details = value

@@ -110,6 +110,7 @@ def build(
         step=case_step,
         device_type=device.type,
         backend=backend,
+        grad_scale=titan02_step.grad_scale(degrees.batch_size),
         # Under TP alone torchtitan applies no mixed precision, and so no reduce dtype either.
         reduce_dtype=job.training.mixed_precision_reduce
         if degrees.dp_shard * degrees.dp_replicate > 1

@@ -19,7 +19,7 @@ from torch import nn
 
 from placement_audit.adapters import titan02_step
 from placement_audit.case import Reference
-from placement_audit.measure.errors import NotMeasurable
+from placement_audit.errors import NotMeasurable
 
 SGD_LR = 0.1
 """Of the plain SGD step. Any number will do: the change is linear in it, and compared with its like."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,18 @@ def batch_of(
 def _ignored(rank: int, ranks: int, numel: int) -> int:
     """Labels to ignore in one batch: another number on each rank, less than half."""
     return numel * (rank + 1) // (2 * ranks + 2)
+
+
+def grad_scale(batch_ranks: int) -> Fraction:
+    """What the gradient should be, over the gradient of the sum of the ranks' losses.
+
+    0.2.2 divides each rank's loss by the tokens of all ranks: its parts are to be summed. Before that each rank
+    took the mean over its own tokens, and FSDP averages.
+    """
+    import torchtitan.train
+
+    parameters = inspect.signature(torchtitan.train.Trainer.forward_backward_step).parameters
+    return Fraction(1) if "global_valid_tokens" in parameters else Fraction(1, batch_ranks)
 
 
 def trainer_of(

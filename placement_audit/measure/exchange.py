@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from placement_audit.errors import AuditError
+from placement_audit.errors import AuditError, NotMeasurable
 from placement_audit.failure import Failure
-from placement_audit.measure.errors import NotMeasurable
 
 T = TypeVar("T")
 

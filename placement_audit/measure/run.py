@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from placement_audit.case import Case, Reference
+from placement_audit.errors import NotMeasurable
 from placement_audit.measure import compare, weights
-from placement_audit.measure.errors import NotMeasurable
 from placement_audit.measure.exchange import gather, on_rank0
 from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, Fingerprint, spreads
 from placement_audit.measure.gradients import grad_table
@@ -153,6 +153,7 @@ def finish(
         reference_loss=_finite(losses[0][1]),
         loss_error=loss_error,
         grad_scale=table.scale,
+        expected_scale=case.grad_scale,
         grad_norm=_optional(steps["job"].norm),
         reference_grad_norm=_optional(steps["job"].reference_norm),
         params=tuple(

@@ -14,6 +14,7 @@ def measured_findings(
 ) -> Iterator[Finding]:
     """All findings that come from a measurement alone."""
     yield from _wrong_loss(m)
+    yield from _wrong_normalisation(trace, m)
     yield from _wrong_updates(trace, judgements, m)
     yield from _contradictions(trace, contradictions)
 
@@ -34,6 +35,30 @@ def _wrong_loss(m: Measurement) -> Iterator[Finding]:
         ),
         path=(),
         next_step="mend the forward first: a wrong forward makes every gradient wrong",
+    )
+
+
+def _wrong_normalisation(trace: Trace, m: Measurement) -> Iterator[Finding]:
+    if m.expected_scale is None or m.grad_scale == m.expected_scale:
+        return
+    off = m.grad_scale / m.expected_scale
+    yield make_finding(
+        "PA209",
+        param_fqn=None,
+        module_fqn="",
+        mesh_dim=" x ".join(trace.batch_dims),
+        message=f"every gradient is {off} times what the job's loss calls for",
+        expected="the sum of the data-parallel ranks' parts" if m.expected_scale == 1 else "their average",
+        observed="their average" if m.grad_scale < 1 else "their sum",
+        evidence=(
+            Evidence(
+                strength="measured",
+                statement=f"common factor {m.grad_scale} over the gradient of the sum of the ranks' losses, "
+                f"{m.expected_scale} is due; {m.ranks} {m.backend} ranks",
+            ),
+        ),
+        path=(),
+        next_step="sum where the loss is divided by the global number of tokens, average where by each rank's own",
     )
 
 

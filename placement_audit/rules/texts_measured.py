@@ -54,4 +54,30 @@ Mend the forward, then audit again: the gradients' verdicts rest on it.""",
     links=(Link(ref="pytorch/torchtitan#4245", about="an expert bias counted tp times"),),
 )
 
-MEASURED_RULES = (WRONG_GRADIENT, WRONG_LOSS)
+WRONG_NORMALISATION = Rule(
+    id="PA209",
+    name="wrong-normalisation",
+    severity=Severity.ERROR,
+    summary="All gradients share a factor that the job's loss does not call for.",
+    why="""\
+Where each rank's loss is divided by the global number of tokens (torchtitan 0.2.2), the ranks' gradients are
+to be summed; where each rank takes its own mean (0.2.1), averaged. The other way round every gradient is n or
+1/n times the true one: the loss is right, AdamW hardly minds, and gradient clipping and its norm are wrong.""",
+    how_judged="""\
+Measured only. The gradients' common factor over the gradient of the sum of the ranks' losses is found out, and
+set against what the job's loss calls for. A trace takes a factor that all parameters share on a data-parallel
+mesh dim for an average, and says so.""",
+    bad="""\
+loss = loss_sum / global_valid_tokens            # each rank's part of the whole
+fully_shard(model)                               # ... averaged once more by FSDP2's default""",
+    good="""\
+loss = loss_sum / global_valid_tokens
+for m in model.modules():
+    if isinstance(m, FSDPModule):
+        m.set_gradient_divide_factor(1.0)        # sum""",
+    fix="""\
+Make the reduction a sum, or the loss each rank's own mean.""",
+    links=(Link(ref="pytorch/torchtitan#2318", about="DDP averages although the loss is divided already"),),
+)
+
+MEASURED_RULES = (WRONG_GRADIENT, WRONG_LOSS, WRONG_NORMALISATION)

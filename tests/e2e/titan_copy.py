@@ -19,7 +19,7 @@ PR_2532 = (
 
 
 def copy_of_torchtitan(folder: Path, *edits: tuple[str, str]) -> dict[str, str]:
-    """Copy torchtitan into ``folder``, edit its SimpleFSDP wrapper; returns the environment that finds the copy first."""
+    """Copy torchtitan into ``folder`` and edit its wrapper; returns the environment that finds the copy."""
     spec = importlib.util.find_spec("torchtitan")
     assert spec is not None
     assert spec.submodule_search_locations is not None

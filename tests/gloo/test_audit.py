@@ -176,9 +176,8 @@ def test_traced_and_measured_never_contradict_each_other(reports: dict[str, Repo
         assert contradicted == 0 or name == "one rank off", name
 
 
-@pytest.mark.parametrize("name", ["stock", "average everywhere"])
-def test_right_jobs_are_clean(name: str, reports: dict[str, Report]) -> None:
-    report = reports[name]
+def test_the_stock_job_is_clean(reports: dict[str, Report]) -> None:
+    report = reports["stock"]
     assert (report.exit_status, errors(report), wrong(report)) == (0, set(), set())
     assert {len(j.evidence) for j in report.judgements} == {2}
     assert report.measurement is not None
@@ -186,9 +185,12 @@ def test_right_jobs_are_clean(name: str, reports: dict[str, Report]) -> None:
     assert max(p.step_error for p in report.measurement.params if p.step_error is not None) < 1e-6
 
 
-def test_an_average_is_found_out(reports: dict[str, Report]) -> None:
-    scales = {n: r.measurement.grad_scale for n, r in reports.items() if r.measurement}
-    assert (str(scales["stock"]), str(scales["average everywhere"])) == ("1", "1/2")
+def test_an_average_of_what_is_divided_already_is_found_out(reports: dict[str, Report]) -> None:
+    """torchtitan 0.2.2 divides the loss by the global number of tokens: the ranks' parts are to be summed."""
+    report = reports["average everywhere"]
+    scales = {n: str(r.measurement.grad_scale) for n, r in reports.items() if r.measurement}
+    assert (scales["stock"], scales["average everywhere"]) == ("1", "1/2")
+    assert (errors(report), wrong(report)) == ({"PA209"}, set())
 
 
 def test_the_proposed_fix(reports: dict[str, Report]) -> None:

@@ -19,7 +19,7 @@ from placement_audit.build import build
 from placement_audit.case import Case
 from placement_audit.config import RankEnv, load
 from placement_audit.dtensor_api import local_of
-from placement_audit.measure.errors import NotMeasurable
+from placement_audit.errors import NotMeasurable
 from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, fingerprint, spreads
 from placement_audit.measure.run import finish, prepare
 from placement_audit.measure.weights import parameters

@@ -29,6 +29,7 @@ SEVERITIES = {
     "PA206": ("no-gradient", Severity.ERROR),
     "PA207": ("wrong-gradient", Severity.ERROR),
     "PA208": ("wrong-loss", Severity.ERROR),
+    "PA209": ("wrong-normalisation", Severity.ERROR),
     "PA401": ("deferred-reduction", Severity.NOTE),
     "PA402": ("wrong-update", Severity.ERROR),
     "PA501": ("reduction-dtype", Severity.NOTE),
