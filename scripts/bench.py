@@ -2,6 +2,8 @@
 
     python3 scripts/bench.py                     traced over untraced time of one step on meta, three models
     python3 scripts/bench.py --models 8B --pairs 9
+    python3 scripts/bench.py --measured          on gloo ranks: the watched step, and a whole measurement, over the
+                                                 plain training step of the same ranks
 
 Each pair runs the same step untraced and traced, one after the other, in one process; the figure is the
 median of the pairs' ratios, so that a machine whose speed drifts does not change it. Needs the project's
@@ -20,6 +22,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from placement_audit.config import RankEnv
+    from placement_audit.trace import Tracer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,6 +78,74 @@ def measure(model: str, pairs: int) -> dict[str, float]:
     }
 
 
+def on_rank(env: RankEnv, config: str, pairs: int) -> dict[str, float]:
+    """One rank's wall seconds: plain step, watched step, and a whole measurement around it."""
+    from placement_audit.build import build
+    from placement_audit.config import load
+    from placement_audit.measure.fingerprint import BoundaryPrints, fingerprint
+    from placement_audit.measure.run import finish, prepare
+    from placement_audit.trace import Tracer
+
+    case = build(load(str(ROOT / "configs" / config), device="cpu"), rank_env=env, float32=True)
+    start = time.perf_counter()
+    prepared = prepare(case, seed=0)
+    around = time.perf_counter() - start
+
+    def plain() -> None:
+        for p in case.model.parameters():
+            p.grad = None
+        case.step()
+
+    def watched() -> None:
+        nonlocal tracer, loss
+        tracer = Tracer(case, fingerprint=fingerprint)
+        loss = tracer.run()
+
+    tracer: Tracer | None = None
+    loss: object = None
+
+    def wall(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    plain()
+    watched()
+    runs = [(wall(plain), wall(watched)) for _ in range(pairs)]
+    assert tracer is not None
+    prints = [
+        BoundaryPrints(index=i, value=v, arrived=a, left=left) for i, v, a, left in tracer.fingerprints()
+    ]
+    start = time.perf_counter()
+    finish(prepared, case, loss=loss, boundaries=prints)
+    around += time.perf_counter() - start
+    step = statistics.median(p for p, _ in runs)
+    return {
+        "step_s": step,
+        "watched_s": statistics.median(w for _, w in runs),
+        "ratio": statistics.median(w / p for p, w in runs),
+        "whole_ratio": (around + statistics.median(w for _, w in runs)) / step,
+    }
+
+
+def measured(pairs: int) -> int:
+    """Print a row for each configuration that fits this machine."""
+    sys.path.insert(0, str(ROOT))
+    import bench  # by its name, so that the ranks can import it
+
+    from tests.gloo.ranks import on_ranks
+
+    print(f"{'config':<16}{'ranks':>6}{'step s':>9}{'watched s':>11}{'ratio':>8}{'whole measurement':>20}")
+    for config, ranks in (("tp.toml", 2), ("fsdp_tp.toml", 4)):
+        row = on_ranks(ranks, bench.on_rank, config, pairs, deadline=600)[0]
+        print(
+            f"{config:<16}{ranks:>6}{row['step_s']:>9.3f}{row['watched_s']:>11.3f}{row['ratio']:>8.2f}"
+            f"{row['whole_ratio']:>18.1f} x",
+            flush=True,
+        )
+    return 0
+
+
 def main() -> int:
     """Measure each model in a process of its own and print a table."""
     parser = argparse.ArgumentParser(description="traced over untraced time of one step on meta")
@@ -80,7 +155,10 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     parser.add_argument("--one", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--measured", action="store_true", help="on gloo ranks, over the plain step")
     args = parser.parse_args()
+    if args.measured:
+        return measured(args.pairs)
     if args.one:
         print(json.dumps({"model": args.one, "pairs": args.pairs, **measure(args.one, args.pairs)}))
         return 0
