@@ -117,6 +117,8 @@ class Ledger:
                 return own
         sid = self._by_storage.get(key)
         if sid is None:
+            if x.dim() == 0:  # a Python number that C++ made a tensor of
+                return self.invariant
             self.assumed += 1
             self._by_storage[key] = self.invariant
             if self._kept is not None:
