@@ -43,7 +43,7 @@ def _step(b: Boundary, role: str = "cause") -> tuple[PathStep, ...]:
 def _declared_values(trace: Trace, b: Boundary, dim: int, name: str) -> Iterator[Finding]:
     """`from_local`: does the value fit the placement it is given?"""
     declared = b.dst.on(name) if b.src is None and b.dst is not None else None
-    if declared is None:
+    if declared is None or b.kind == "distribute_tensor":  # which makes its placement true, by a broadcast
         return
     size = trace.mesh.shape[dim]
     kind = b.value_state[dim].kind

@@ -298,3 +298,36 @@ def test_the_same_round_trip_that_says_partial_doubles() -> None:
         cause(report, "PA202")
         == "back = DTensor.from_local(z.to_local(grad_placements=[P]) * 2, mesh, z.placements)"
     )
+
+
+@pytest.mark.parametrize("placement", [R, S0], ids=str)
+def test_distribute_tensor_makes_its_placement_true(placement: object) -> None:
+    def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        noise = shard_of(x, mesh).sum() + torch.zeros(8, 4)
+        made = distribute_tensor(noise, mesh, [placement])
+        return (made * m.w).square().sum().full_tensor()
+
+    report = run(w_replicate, loss)
+    made = [b for b in report.trace.boundaries if b.kind == "distribute_tensor"]
+    assert [b.call_site.code_line for b in made] == ["made = distribute_tensor(noise, mesh, [placement])"]
+    assert [b.value_state[0].kind.value for b in made] == ["varying"]
+    assert of_rule(report, "PA102") == []
+    assert verdict(report) in (Verdict.OK, Verdict.DEFERRED)
+
+
+def test_every_kind_of_boundary_is_told_apart() -> None:
+    def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        rows = DTensor.from_local(x, mesh, [R]).redistribute(placements=[S0])
+        doubled = local_map(lambda a: a * 2, out_placements=[S0], in_placements=([S0],), device_mesh=mesh)
+        return (doubled(rows) * m.w).full_tensor().square().sum() + m.w.to_local().sum()
+
+    report = run(w_replicate, loss)
+    assert [b.kind for b in report.trace.boundaries] == [
+        "from_local",
+        "redistribute",
+        "local_map",
+        "local_map",
+        "full_tensor",
+        "to_local",
+    ]
+    assert [b.param_fqn for b in report.trace.boundaries][-1] == "w"
