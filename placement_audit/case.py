@@ -42,6 +42,7 @@ class Case:
         grad_scale: what the job's loss calls for, over the gradient of the sum of the ranks' losses: 1 where
             each rank's loss is its part of the whole, 1/n where it is a mean of its own; None for unknown.
         notes: what the reader of the report must know, whole sentences.
+        twin: what was built, where it had to be smaller than the job's own model, in words; "" for that one.
         reference: makes the same job on one device; None where there is no such thing.
         update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
             ``update(model, "job")`` with the job's own optimizer, ``update(model, "sgd")`` with plain SGD;
@@ -59,5 +60,6 @@ class Case:
     reduce_dtype: str | None = None
     grad_scale: Fraction | None = None
     notes: tuple[str, ...] = ()
+    twin: str = ""
     reference: Callable[[], Reference] | None = None
     update: Callable[[nn.Module, str], float | None] | None = None

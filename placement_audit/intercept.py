@@ -146,15 +146,16 @@ class Interceptor:
 
     def _call(self, kind: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         site, user_site, local_map = callsite.take(2)
+        phase = current_phase()
         x = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
         raw = RawBoundary(
             index=len(self.boundaries),
             kind="local_map" if local_map else kind,
-            phase=current_phase(),
+            phase=phase,
             site=site,
             user_site=user_site,
             module_fqn=self._module_fqn(),
-            param_fqn=self._flow.params.get(storage_key(local_of(x))),
+            param_fqn=self._flow.params.get(storage_key(local_of(x))) if phase is Phase.FORWARD else None,
             src=self._layout(x),
             value_sid=self._ledger.get(x),
             tensor=_info(x),

@@ -246,7 +246,8 @@ class Boundary:
         call_site: first frame outside DTensor's own core: user code, or a torch TP style.
         user_site: first frame outside torch; equal to ``call_site`` for user code.
         module_fqn: the module whose forward was running, "" for the root.
-        param_fqn: the parameter that the tensor is (a gathered, cast or re-wrapped form of), else None.
+        param_fqn: the parameter that the tensor is (a gathered, cast or re-wrapped form of), else None; told in
+            forward only.
         src: layout before; None for a plain tensor.
         dst: layout after; None for a plain tensor.
         grad_declared: grad placements given by the caller, by ``src`` (to_local) or ``dst`` (from_local) mesh

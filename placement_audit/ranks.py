@@ -29,7 +29,6 @@ from placement_audit.config import AuditConfig, RankEnv
 from placement_audit.errors import AuditError, IncompleteError, UsageError
 from placement_audit.model import Report
 from placement_audit.partial import PARTIAL, Reader
-from placement_audit.progress import PROGRESS
 from placement_audit.spawn import Child, Outbox
 from placement_audit.watch import Watch
 
@@ -212,7 +211,6 @@ def _be_rank(config: AuditConfig, work: Work, env: RankEnv, folder: Path, outbox
     """The life of a rank, after the fork."""
     PARTIAL.open(_evidence_path(folder, env.rank))
     PARTIAL.follow()
-    PROGRESS.phase("start")
 
     def finish(report: Report) -> int:
         outbox.put(report)

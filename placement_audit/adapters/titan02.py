@@ -24,6 +24,7 @@ from placement_audit.adapters import (
     titan02_job,
     titan02_reference,
     titan02_step,
+    titan02_twin,
 )
 from placement_audit.adapters.degrees import Degrees, resolve
 from placement_audit.case import Case
@@ -76,7 +77,11 @@ def build(
 
     backend = titan02_device.init_group(config, degrees.world_size, rank_env, device_type, fake_rank)
     rank = rank_env.rank if rank_env else fake_rank
+    twin = titan02_twin.Twin(args=args)
     with _own_words(f"{job.model.name} {job.model.flavor}"):
+        if float32 and rank_env is not None:
+            twin = _twin(job, spec, args, degrees, rank_env, device_type)
+            args, notes = twin.args, (*notes, *twin.notes)
         dims = _parallel_dims(degrees)
         mesh = _world_mesh(dims, device_type)
         model = _parallelised(job, spec, args, dims)
@@ -116,6 +121,7 @@ def build(
         if degrees.dp_shard * degrees.dp_replicate > 1
         else None,
         notes=notes,
+        twin=twin.words,
         reference=partial(
             titan02_reference.reference,
             job=job,
@@ -133,6 +139,24 @@ def build(
 
 
 # --------------------------------------------------------------------------- mesh and model
+
+
+def _twin(
+    job: Any, spec: Any, args: Any, degrees: Degrees, rank_env: RankEnv, device_type: str
+) -> titan02_twin.Twin:
+    """What to measure; makes the job's batches smaller with the model. Collective."""
+    bytes_, ranks = titan02_twin.budget(rank_env, device_type)
+    twin = titan02_twin.twin(
+        job,
+        args,
+        degrees,
+        shapes=partial(titan02_twin.shapes_of, job, spec),
+        budget_bytes=bytes_,
+        local_ranks=ranks,
+    )
+    for key, value in twin.training.items():
+        setattr(job.training, key, value)
+    return twin
 
 
 def _parallel_dims(degrees: Degrees) -> Any:

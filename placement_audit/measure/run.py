@@ -146,7 +146,7 @@ def finish(
         backend=case.backend,
         seed=prepared.weights.seed,
         dtype=str(_dtype(prepared.params)).removeprefix("torch."),
-        model="",
+        model=case.twin,
         tolerance=within,
         step_tolerance=compare.step_tolerance(within),
         loss=total,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from placement_audit import watch
+from placement_audit import preflight, ranks, store, watch
+from placement_audit.config import AuditConfig
 from placement_audit.errors import AuditError, IncompleteError
 from placement_audit.partial import Partial, Reader
 from placement_audit.progress import Progress
@@ -178,6 +179,7 @@ def test_ranks_that_all_stand_still_are_ended_from_outside(tmp_path, monkeypatch
         f"logs and partial evidence of all ranks: {tmp_path}",
     ]
     assert run.alive == []
+    assert run.seconds < 5
 
 
 def test_the_phases_of_rank_0_are_shown_and_no_others(tmp_path):
@@ -191,6 +193,36 @@ def test_the_phases_of_rank_0_are_shown_and_no_others(tmp_path):
         return main
 
     assert Run(tmp_path, phases("build"), phases("other")).phases == [("build", None), ("build", 1.5)]
+
+
+def test_an_interrupt_leaves_no_rank_and_nothing_of_an_earlier_run(tmp_path, monkeypatch):
+    def interrupted(_listener: object) -> None:
+        end = time.monotonic() + 10
+        while len(list(pids.iterdir())) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    old = tmp_path / "rank-1.jsonl"
+    old.write_text('{"kind": "phase", "name": "of an earlier run", "seconds": null}\n')
+    pids = tmp_path / "pids"
+    pids.mkdir()
+
+    def be_rank(*_args: object) -> None:
+        (pids / str(os.getpid())).touch()
+        time.sleep(60)
+
+    monkeypatch.setattr(preflight, "check", lambda _config: 2)
+    monkeypatch.setattr(ranks, "_be_rank", be_rank)
+    monkeypatch.setattr(store, "serve", interrupted)
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # set by the run, and put back after the test
+    config = AuditConfig(path="", sha256="", job={}, job_path="")
+    manner = ranks.Manner(log_dir=str(tmp_path), verbose=False, tell=lambda _name, _seconds: None)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run_ranks(config, lambda *_args: pytest.fail("no rank works"), manner)
+    assert not [p.name for p in pids.iterdir() if running(int(p.name))]
+    assert not old.exists()
 
 
 def test_a_rank_ends_with_the_process_that_forked_it(tmp_path):
