@@ -9,7 +9,6 @@ far it is to its file of partial evidence.
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -188,9 +187,6 @@ def _start(config: AuditConfig, work: Work, manner: Manner, folder: Path, childr
         for path in (_evidence_path(folder, rank), _log_path(folder, rank)):
             path.unlink(missing_ok=True)  # of an earlier run, which would be read as this one's
     listener = store.listen()
-    # What is there now stays: a rank's garbage collector need not touch, and so copy, its pages.
-    gc.collect()
-    gc.freeze()
     for rank in range(ranks):
         env = RankEnv(rank=rank, local_rank=rank, world_size=ranks)
 
@@ -202,7 +198,6 @@ def _start(config: AuditConfig, work: Work, manner: Manner, folder: Path, childr
 
         show = manner.verbose and rank == 0
         children.append(Child(rank, main, log=_log_path(folder, rank), show=show))
-    gc.unfreeze()
     # After the forks, for it starts threads; until then the ranks wait at the open port.
     return store.serve(listener)
 
