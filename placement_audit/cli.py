@@ -20,7 +20,7 @@ from placement_audit.errors import AuditError, IncompleteError, ReportError, Usa
 
 if TYPE_CHECKING:
     from placement_audit.launch import Ranks
-    from placement_audit.model import Report
+    from placement_audit.verdicts import Report
 
 Tell = Callable[[str, float | None], None]
 

@@ -25,9 +25,10 @@ from placement_audit.dtensor_api import (
     storage_key,
 )
 from placement_audit.ledger import Ledger
-from placement_audit.model import Layout, Phase, State, StateKind
+from placement_audit.model import Layout, State, StateKind
 from placement_audit.optraits import OpTraits, traits_of
 from placement_audit.optraits import known as _traits
+from placement_audit.tracing import Phase
 from placement_audit.world import World
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)

@@ -28,7 +28,8 @@ from placement_audit.dtensor_api import (
     unwatched,
 )
 from placement_audit.flow import Flow, current_phase
-from placement_audit.model import REPLICATE, Layout, Phase, State, StateKind, TensorInfo
+from placement_audit.model import REPLICATE, Layout, State, StateKind, TensorInfo
+from placement_audit.tracing import Phase
 
 _METHODS = ("to_local", "from_local", "redistribute", "full_tensor")
 

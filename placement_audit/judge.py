@@ -10,25 +10,14 @@ import math
 from collections import Counter
 from fractions import Fraction
 
-from placement_audit.model import (
-    REPLICATE,
-    Evidence,
-    Judgement,
-    Measurement,
-    Outcome,
-    ParamRecord,
-    Placement,
-    Report,
-    Severity,
-    State,
-    StateKind,
-    Trace,
-    Verdict,
-)
+from placement_audit.measurement import Measurement
+from placement_audit.model import REPLICATE, Placement, State, StateKind
 from placement_audit.rules.boundary import boundary_findings
 from placement_audit.rules.dtype import dtype_findings
 from placement_audit.rules.gradient import gradient_findings
 from placement_audit.rules.measured import measured_findings
+from placement_audit.tracing import ParamRecord, Trace
+from placement_audit.verdicts import Evidence, Judgement, Outcome, Report, Severity, Verdict
 from placement_audit.weigh import Contradiction, weigh
 
 BLIND_SPOTS = (

@@ -29,11 +29,11 @@ from placement_audit import roll
 from placement_audit.config import RankEnv
 from placement_audit.errors import AuditError, IncompleteError
 from placement_audit.failure import Failure, place_of_thread
-from placement_audit.model import Report
 from placement_audit.partial import PARTIAL
 from placement_audit.progress import PROGRESS, Snapshot
 from placement_audit.sigterm import Sigterm
 from placement_audit.store import connect, places, post_place
+from placement_audit.verdicts import Report
 
 POLL = 0.25
 """Seconds between two looks of the watchdog."""

@@ -14,8 +14,10 @@ import placement_audit
 from placement_audit.config import AuditConfig, RankEnv
 from placement_audit.errors import AuditError, IncompleteError, NotMeasurable
 from placement_audit.failure import Failure
-from placement_audit.model import Measurement, Report, RunRecord
+from placement_audit.measurement import Measurement
 from placement_audit.progress import PROGRESS
+from placement_audit.tracing import RunRecord
+from placement_audit.verdicts import Report
 
 if TYPE_CHECKING:
     from placement_audit.case import Case

@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 from placement_audit import launch, preflight, store
 from placement_audit.config import AuditConfig, RankEnv
 from placement_audit.errors import AuditError, IncompleteError, UsageError
-from placement_audit.model import Report
 from placement_audit.partial import PARTIAL, Reader
 from placement_audit.spawn import Child, Outbox
+from placement_audit.verdicts import Report
 from placement_audit.watch import Watch
 
 Tell = Callable[[str, float | None], None]

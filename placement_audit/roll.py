@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 from placement_audit.errors import IncompleteError
-from placement_audit.model import Report
+from placement_audit.verdicts import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

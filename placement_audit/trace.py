@@ -27,20 +27,17 @@ from placement_audit.dtensor_api import (
 from placement_audit.flow import PHASES, Flow
 from placement_audit.intercept import Interceptor, RawBoundary, RawCrossing
 from placement_audit.ledger import Ledger
-from placement_audit.model import (
+from placement_audit.model import Layout, State, StateKind, TensorInfo
+from placement_audit.tracing import (
     Boundary,
     Collective,
     GradCrossing,
     GradRecord,
-    Layout,
     OpCount,
     ParamRecord,
     ParamUse,
     Phase,
     RunRecord,
-    State,
-    StateKind,
-    TensorInfo,
     Trace,
 )
 from placement_audit.world import World

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from placement_audit import roll
 from placement_audit.errors import AuditError, IncompleteError, UsageError
-from placement_audit.model import Report
 from placement_audit.partial import Reader
 from placement_audit.spawn import Child
+from placement_audit.verdicts import Report
 
 _POLL = 0.02
 """Seconds between two looks at the ranks."""

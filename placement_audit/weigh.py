@@ -10,16 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from placement_audit.model import (
-    Evidence,
-    Judgement,
-    Measurement,
-    ParamMeasure,
-    State,
-    StateKind,
-    Trace,
-    Verdict,
-)
+from placement_audit.measurement import Measurement, ParamMeasure
+from placement_audit.model import State, StateKind
+from placement_audit.tracing import Trace
+from placement_audit.verdicts import Evidence, Judgement, Verdict
 
 GOOD = (Verdict.OK, Verdict.DEFERRED)
 _EQUAL = (StateKind.INVARIANT, StateKind.ZERO, StateKind.AMBIGUOUS)

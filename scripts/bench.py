@@ -131,7 +131,7 @@ def on_rank(env: RankEnv, config: str, pairs: int) -> dict[str, float]:
 def measured(pairs: int) -> int:
     """Print a row for each configuration that fits this machine."""
     sys.path.insert(0, str(ROOT))
-    import bench  # by its name, so that the ranks can import it
+    import bench  # pyrefly: ignore [missing-import]  by its name, so that the ranks can import it
 
     from tests.gloo.ranks import on_ranks
 

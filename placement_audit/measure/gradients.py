@@ -20,7 +20,7 @@ from placement_audit.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradNumbers:
-    """One gradient; see the fields of the same names in `placement_audit.model.ParamMeasure`."""
+    """One gradient; see the fields of the same names in `placement_audit.measurement.ParamMeasure`."""
 
     grad_error: float | None = None
     grad_ratio: float | None = None

@@ -20,7 +20,7 @@ from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, Fingerp
 from placement_audit.measure.gradients import grad_table
 from placement_audit.measure.labels import coordinates
 from placement_audit.measure.update import compare_update
-from placement_audit.model import BoundaryMeasure, Measurement, ParamMeasure
+from placement_audit.measurement import BoundaryMeasure, Measurement, ParamMeasure
 from placement_audit.world import World
 
 Note = Callable[[str], None]

@@ -8,7 +8,7 @@ from io import StringIO
 from typing import Literal
 
 from placement_audit.errors import UsageError
-from placement_audit.model import Report
+from placement_audit.verdicts import Report
 
 FORMATS = ("text", "json")
 """What `render` knows."""

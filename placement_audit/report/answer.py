@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placement_audit.model import Boundary, Collective, Judgement, ParamRecord, Phase, Trace, Verdict
 from placement_audit.report.words import call_name, plural
+from placement_audit.tracing import Boundary, Collective, ParamRecord, Phase, Trace
+from placement_audit.verdicts import Judgement, Verdict
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from placement_audit.model import PathStep, Severity, Trace
 from placement_audit.report.fold import Block, Remark
 from placement_audit.report.names import PARAM, Group
 from placement_audit.report.table import BAD
 from placement_audit.report.words import column, labelled, layout_text, listed, plural, wrapped
+from placement_audit.tracing import Trace
+from placement_audit.verdicts import PathStep, Severity
 
 GROUPS_SHOWN = 12
 """Name groups listed in one block; the JSON report has them all."""

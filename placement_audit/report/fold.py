@@ -11,21 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from placement_audit.model import (
-    Evidence,
-    Finding,
-    Judgement,
-    Layout,
-    ParamRecord,
-    PathStep,
-    Phase,
-    Placement,
-    Report,
-    Severity,
-    Trace,
-    Verdict,
-)
+from placement_audit.model import Layout, Placement
 from placement_audit.report.names import Group, general, group_names, pattern
+from placement_audit.tracing import ParamRecord, Phase, Trace
+from placement_audit.verdicts import Evidence, Finding, Judgement, PathStep, Report, Severity, Verdict
 
 WORST_FIRST = (
     Verdict.LOST_REDUCTION,

@@ -18,7 +18,8 @@ import msgspec
 
 from placement_audit import __version__
 from placement_audit.errors import ReportError
-from placement_audit.model import SCHEMA_VERSION, Boundary, Report, Trace
+from placement_audit.tracing import Boundary, Trace
+from placement_audit.verdicts import SCHEMA_VERSION, Report
 
 BOUNDARY_TABLES = {
     "call_site": "sites",

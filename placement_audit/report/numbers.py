@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from placement_audit.model import Measurement, Report
+from placement_audit.measurement import Measurement
 from placement_audit.report.words import labelled, plural
+from placement_audit.verdicts import Report
 from placement_audit.weigh import slots
 
 

@@ -11,9 +11,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from placement_audit.model import Placement, Verdict
+from placement_audit.model import Placement
 from placement_audit.report.fold import WORST_FIRST, Cell, Row
 from placement_audit.report.words import layout_text, times
+from placement_audit.verdicts import Verdict
 
 STYLES = {
     Verdict.OK: "green",

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from placement_audit.model import Outcome, Phase, Report, Severity, Verdict
 from placement_audit.report import fold
 from placement_audit.report.blocks import finding_block, note_block, remark_lines
 from placement_audit.report.numbers import measured_lines
@@ -22,6 +21,8 @@ from placement_audit.report.words import (
     version_of,
     wrapped,
 )
+from placement_audit.tracing import Phase
+from placement_audit.verdicts import Outcome, Report, Severity, Verdict
 
 SEEN_TO_REDUCE = (2, 13)
 """First torch version whose clip_grad_norm_ and optimizers were seen to reduce a Partial gradient."""

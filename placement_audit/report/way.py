@@ -7,21 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from placement_audit.errors import UsageError
-from placement_audit.model import (
-    Boundary,
-    Collective,
-    GradCrossing,
-    Judgement,
-    Layout,
-    ParamRecord,
-    Phase,
-    Placement,
-    Report,
-    State,
-    StateKind,
-    TensorInfo,
-    Trace,
-)
+from placement_audit.model import Layout, Placement, State, StateKind, TensorInfo
 from placement_audit.report.answer import answer, spelled
 from placement_audit.report.words import (
     column,
@@ -34,6 +20,8 @@ from placement_audit.report.words import (
     wrapped,
 )
 from placement_audit.states import belies
+from placement_audit.tracing import Boundary, Collective, GradCrossing, ParamRecord, Phase, Trace
+from placement_audit.verdicts import Judgement, Report
 
 WIDTH = 110
 """Columns of the running text; code lines and paths stand as they are."""

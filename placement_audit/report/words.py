@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from placement_audit.model import Layout, MeshSpec, RunRecord
+from placement_audit.model import Layout, MeshSpec
+from placement_audit.tracing import RunRecord
 
 LABEL_WIDTH = 12
 """Columns that a label such as ``evidence`` takes, its gap included."""

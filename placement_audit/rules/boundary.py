@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placement_audit.model import (
-    Boundary,
-    Evidence,
-    Finding,
-    Judgement,
-    PathStep,
-    Phase,
-    Placement,
-    StateKind,
-    Trace,
-    Verdict,
-)
+from placement_audit.model import Placement, StateKind
 from placement_audit.rules.finding import make_finding
 from placement_audit.states import belies
+from placement_audit.tracing import Boundary, Phase, Trace
+from placement_audit.verdicts import Evidence, Finding, Judgement, PathStep, Verdict
 
 _GOOD = (Verdict.OK, Verdict.DEFERRED)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placement_audit.model import Evidence, Finding, PathStep, Phase, Trace
 from placement_audit.rules.finding import make_finding
+from placement_audit.tracing import Phase, Trace
+from placement_audit.verdicts import Evidence, Finding, PathStep
 
 
 def dtype_findings(trace: Trace) -> Iterator[Finding]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from placement_audit.model import Evidence, Finding, PathStep, Severity
 from placement_audit.rules.catalogue import get_rule
+from placement_audit.verdicts import Evidence, Finding, PathStep, Severity
 
 
 def make_finding(

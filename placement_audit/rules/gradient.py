@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placement_audit.model import (
-    Boundary,
-    Collective,
-    Finding,
-    Judgement,
-    ParamRecord,
-    PathStep,
-    Phase,
-    Placement,
-    Severity,
-    State,
-    StateKind,
-    Trace,
-    Verdict,
-)
+from placement_audit.model import Placement, State, StateKind
 from placement_audit.rules.finding import make_finding
 from placement_audit.states import belies
+from placement_audit.tracing import Boundary, Collective, ParamRecord, Phase, Trace
+from placement_audit.verdicts import Finding, Judgement, PathStep, Severity, Verdict
 
 _RULE_OF = {
     Verdict.LOST_REDUCTION: "PA201",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from placement_audit.model import Evidence, Finding, Judgement, Measurement, PathStep, Trace, Verdict
+from placement_audit.measurement import Measurement
 from placement_audit.rules.finding import make_finding
+from placement_audit.tracing import Trace
+from placement_audit.verdicts import Evidence, Finding, Judgement, PathStep, Verdict
 from placement_audit.weigh import Contradiction
 
 

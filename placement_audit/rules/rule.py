@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from placement_audit.model import Severity
+from placement_audit.verdicts import Severity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

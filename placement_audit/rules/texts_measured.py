@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from placement_audit.model import Severity
 from placement_audit.rules.rule import Link, Rule
+from placement_audit.verdicts import Severity
 
 WRONG_GRADIENT = Rule(
     id="PA207",

@@ -30,7 +30,11 @@ def steady(text: str) -> str:
 
 def test_help_is_what_help_prints() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "placement_audit", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "placement_audit", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == block("help")
 

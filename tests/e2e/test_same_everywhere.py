@@ -29,9 +29,13 @@ def alone(*args: str, env: dict[str, str] | None = None) -> subprocess.Completed
 def verdicts(report: str) -> tuple[Any, ...]:
     """All that must not depend on how it was run."""
     r = loads(report)
-    judgements = tuple((j.param_fqn, j.mesh_dim, j.verdict, j.observed, j.factor, j.reason) for j in r.judgements)
+    judgements = tuple(
+        (j.param_fqn, j.mesh_dim, j.verdict, j.observed, j.factor, j.reason) for j in r.judgements
+    )
     findings = tuple((f.fingerprint, f.message, f.observed, f.path) for f in r.findings)
-    boundaries = tuple((b.kind, b.call_site, b.param_fqn, b.src, b.dst, b.value_state) for b in r.trace.boundaries)
+    boundaries = tuple(
+        (b.kind, b.call_site, b.param_fqn, b.src, b.dst, b.value_state) for b in r.trace.boundaries
+    )
     return judgements, findings, boundaries, r.exit_status
 
 
@@ -48,7 +52,9 @@ def test_four_ranks_say_what_one_process_says(doubled: Path, tmp_path: Path) -> 
     env = {"PYTHONPATH": f"{doubled}:{ROOT}"}
     config = ("--config", "configs/fsdp_tp.toml", "--format", "json")
     one = alone(*config, env={**os.environ, **env})
-    four = torchrun(tmp_path, 4, "fsdp_tp.toml", "--no-measure", "--format", "json", PYTHONPATH=env["PYTHONPATH"])
+    four = torchrun(
+        tmp_path, 4, "fsdp_tp.toml", "--no-measure", "--format", "json", PYTHONPATH=env["PYTHONPATH"]
+    )
     assert one.returncode == 1
     assert verdicts(four.stdout) == verdicts(one.stdout)
     assert len(loads(one.stdout).findings) == 13

@@ -20,8 +20,8 @@ from placement_audit.dtensor_api import local_of
 from placement_audit.judge import judge
 from placement_audit.measure.fingerprint import BoundaryPrints, fingerprint
 from placement_audit.measure.run import finish, prepare
-from placement_audit.model import Report, Verdict
 from placement_audit.trace import Tracer
+from placement_audit.verdicts import Report, Verdict
 from placement_audit.weigh import slots
 from tests.gloo.ranks import on_ranks
 from tests.gloo.test_measure import AVERAGE, bare_to_local, stock

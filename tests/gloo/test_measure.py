@@ -23,7 +23,7 @@ from placement_audit.errors import NotMeasurable
 from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, fingerprint, spreads
 from placement_audit.measure.run import finish, prepare
 from placement_audit.measure.weights import parameters
-from placement_audit.model import Measurement, ParamMeasure
+from placement_audit.measurement import Measurement, ParamMeasure
 from placement_audit.world import World
 from tests.gloo.ranks import RanksFailed, on_ranks
 from tests.trace.titan import CONFIGS, OTHER_HALF, PR_2532, rewritten

@@ -16,8 +16,8 @@ from placement_audit.adapters.environment import check_versions
 from placement_audit.adapters.titan02_twin import Shapes, Twin, shapes_of, twin
 from placement_audit.config import RankEnv, load
 from placement_audit.errors import NotMeasurable
-from placement_audit.model import Report
 from placement_audit.report import render
+from placement_audit.verdicts import Report
 from tests.gloo.ranks import on_ranks
 from tests.trace.titan import CONFIGS
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import local_map
 from torch.utils.checkpoint import checkpoint
 
-from placement_audit.model import Report, Verdict
+from placement_audit.verdicts import Report, Verdict
 from tests.trace.worlds import audit, fake_mesh, judgement, of_rule
 
 pytestmark = pytest.mark.trace

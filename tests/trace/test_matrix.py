@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from placement_audit.model import Report, Verdict
+from placement_audit.verdicts import Report, Verdict
 from tests.trace.worlds import audit, fake_mesh, judgement, of_rule
 
 pytestmark = pytest.mark.trace

@@ -8,9 +8,9 @@ from fractions import Fraction
 import pytest
 
 from placement_audit.judge import judge
-from placement_audit.model import Report
 from placement_audit.report import render
 from placement_audit.report.json_io import dumps, loads
+from placement_audit.verdicts import Report
 from tests.trace.test_matrix import CELLS, run_cell
 from tests.trace.test_weigh import numbers
 

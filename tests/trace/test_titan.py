@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from placement_audit.model import Phase, Report, Verdict
+from placement_audit.tracing import Phase
+from placement_audit.verdicts import Report, Verdict
 from tests.trace.titan import OTHER_HALF, PR_2532, report_on, rewritten
 from tests.trace.worlds import judgement, of_rule
 

@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 from placement_audit.judge import judge
-from placement_audit.model import (
-    BoundaryMeasure,
-    Measurement,
-    ParamMeasure,
-    Report,
-    StateKind,
-    Trace,
-    Verdict,
-)
+from placement_audit.measurement import BoundaryMeasure, Measurement, ParamMeasure
+from placement_audit.model import StateKind
+from placement_audit.tracing import Trace
+from placement_audit.verdicts import Report, Verdict
 from placement_audit.weigh import slots
 from tests.trace.test_matrix import CELLS, run_cell
 from tests.trace.worlds import judgement, of_rule

@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from placement_audit.case import Case
 from placement_audit.judge import judge
-from placement_audit.model import Finding, Judgement, Report, RunRecord, Verdict
 from placement_audit.trace import trace_step
+from placement_audit.tracing import RunRecord
+from placement_audit.verdicts import Finding, Judgement, Report, Verdict
 
 
 def fake_mesh(rank: int = 0, **dims: int) -> DeviceMesh:

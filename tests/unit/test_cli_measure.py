@@ -8,7 +8,7 @@ import make_report
 import pytest
 
 from placement_audit import cli, pipeline, ranks
-from placement_audit.model import Report
+from placement_audit.verdicts import Report
 
 pytestmark = pytest.mark.unit
 

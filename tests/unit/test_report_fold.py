@@ -8,9 +8,10 @@ from fractions import Fraction
 import make_report as m
 import pytest
 
-from placement_audit.model import Phase, Report, Severity, Verdict
 from placement_audit.report import fold
 from placement_audit.report.names import PARAM, group_names, pattern
+from placement_audit.tracing import Phase
+from placement_audit.verdicts import Report, Severity, Verdict
 
 pytestmark = pytest.mark.unit
 

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from placement_audit.errors import ReportError
-from placement_audit.model import Layout, Placement, Report
+from placement_audit.model import Layout, Placement
 from placement_audit.report import json_io, render
+from placement_audit.verdicts import Report
 
 pytestmark = pytest.mark.unit
 

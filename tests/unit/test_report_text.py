@@ -12,18 +12,10 @@ import pytest
 from snapshot import assert_snapshot
 
 from placement_audit.errors import UsageError
-from placement_audit.model import (
-    CallSite,
-    Finding,
-    MeshSpec,
-    Outcome,
-    ParamRecord,
-    Report,
-    RunRecord,
-    Severity,
-    Verdict,
-)
+from placement_audit.model import CallSite, MeshSpec
 from placement_audit.report import COLORS, FORMATS, render
+from placement_audit.tracing import ParamRecord, RunRecord
+from placement_audit.verdicts import Finding, Outcome, Report, Severity, Verdict
 
 pytestmark = pytest.mark.unit
 

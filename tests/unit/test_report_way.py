@@ -12,8 +12,10 @@ import pytest
 from snapshot import assert_snapshot
 
 from placement_audit.errors import UsageError
-from placement_audit.model import Layout, Phase, Report, State, StateKind, Verdict
+from placement_audit.model import Layout, State, StateKind
 from placement_audit.report.way import explain_param, find_param
+from placement_audit.tracing import Phase
+from placement_audit.verdicts import Report, Verdict
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 from snapshot import assert_snapshot
 
-from placement_audit.model import Severity
 from placement_audit.rules import RULES, Rule, UnknownRuleError, get_rule, rule_text, rules_table
+from placement_audit.verdicts import Severity
 
 pytestmark = pytest.mark.unit
 

@@ -1,0 +1,106 @@
+"""What real ranks measured, as plain data: numbers against the same job on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamMeasure:
+    """One parameter's numbers, against the same job on one device.
+
+    All errors are relative (Frobenius norm of the difference over the reference's norm), dimensionless, the
+    worst over the ranks.
+
+    Attributes:
+        fqn: the parameter.
+        grad_error: of the gradient assembled as its placements say; None where either side has none.
+        grad_ratio: norm of the assembled gradient over the reference's, before ``grad_scale`` is taken out.
+        grad_present: whether backward left a gradient on every rank.
+        reference_present: whether the reference has one.
+        local_error: of the stored local part, read as if it had the parameter's own placements.
+        grad_spread: per world mesh dim, the largest relative difference between ranks that by the gradient's
+            label hold the same; None where the label lets them differ.
+        init_spread: likewise for the parameter before the step.
+        step_error: of the parameter's value after one step with the job's own clipping and optimizer, over
+            the elements whose gradient is not near zero (at least a hundredth of its root mean square): there
+            the first step of Adam is a sign, which rounding decides. Compares with ``step_tolerance``.
+        sgd_error: of the parameter's change in one plain SGD step with the same clipping, for AdamW's first
+            step is blind to scale. Compares with ``tolerance``. Both steps are taken with gradients so large
+            that clipping does clip; both are None where either side has no gradient.
+    """
+
+    fqn: str
+    grad_error: float | None
+    grad_ratio: float | None
+    grad_present: bool
+    reference_present: bool
+    local_error: float | None
+    grad_spread: tuple[float | None, ...]
+    init_spread: tuple[float | None, ...]
+    step_error: float | None
+    sgd_error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryMeasure:
+    """Whether the ranks' values really agreed at one boundary.
+
+    Attributes:
+        index: into ``Trace.boundaries``.
+        value_spread: per world mesh dim, the largest relative difference between ranks of the input value.
+        arrived_spread: likewise of the arriving gradient; () where none came.
+        left_spread: likewise of the gradient that left; ().
+    """
+
+    index: int
+    value_spread: tuple[float, ...]
+    arrived_spread: tuple[float, ...]
+    left_spread: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What real ranks with real numbers showed.
+
+    Attributes:
+        ranks: how many.
+        device_type: "cpu" or "cuda".
+        backend: "gloo" or "nccl".
+        seed: of weights and batch.
+        dtype: that everything was computed in.
+        model: what was run, where it had to be smaller than the job's, in words; "" for the job's own.
+        tolerance: relative error below which numbers count as equal.
+        step_tolerance: likewise for changes of parameters.
+        loss: global, as the ranks computed it.
+        reference_loss: on one device.
+        loss_error: relative.
+        grad_scale: common factor of all gradients over the reference: 1 where the data-parallel ranks' parts
+            are summed, 1/n where they are averaged; found out, not assumed.
+        expected_scale: the factor that the job's loss calls for; None for unknown.
+        grad_norm: total norm that the ranks' clipping reported.
+        reference_grad_norm: on one device.
+        params: in the model's order.
+        boundaries: in call order.
+        seconds: wall time of the measurement.
+    """
+
+    ranks: int
+    device_type: str
+    backend: str
+    seed: int
+    dtype: str
+    model: str
+    tolerance: float
+    step_tolerance: float
+    loss: float
+    reference_loss: float
+    loss_error: float
+    grad_scale: Fraction
+    grad_norm: float | None
+    reference_grad_norm: float | None
+    params: tuple[ParamMeasure, ...]
+    boundaries: tuple[BoundaryMeasure, ...]
+    seconds: float
+    expected_scale: Fraction | None = None
