@@ -26,6 +26,7 @@ from placement_audit.dtensor_api import (
 )
 from placement_audit.ledger import Ledger
 from placement_audit.model import Layout, State, StateKind
+from placement_audit.opargs import covers, flat, shares, tensors
 from placement_audit.optraits import OpTraits, traits_of
 from placement_audit.optraits import known as _traits
 from placement_audit.tracing import Phase
@@ -110,8 +111,8 @@ class Flow(EagerMode):
         finally:
             self._entered = None
             self._inside -= 1
-        ins = _tensors(args, kwargs)
-        outs = [out] if isinstance(out, torch.Tensor) else _flat(out)
+        ins = tensors(args, kwargs)
+        outs = [out] if isinstance(out, torch.Tensor) else flat(out)
         for o in outs:
             if isinstance(o, DTensor):
                 self.settle(o, ins)
@@ -122,10 +123,10 @@ class Flow(EagerMode):
             self._follow_param(func, ins, in_keys, out, [storage_key(local_of(o)) for o in outs])
         return out
 
-    def _layouts_of(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    def _layouts_of(self, among: list[torch.Tensor]) -> tuple[int, ...]:
         """The layouts of the DTensors among them, by identity: cheap to hash."""
         found = []
-        for x in tensors:
+        for x in among:
             if isinstance(x, DTensor):
                 spec = spec_of(x)
                 layout = self.world.layout(spec.mesh, spec.placements)
@@ -194,10 +195,10 @@ class Flow(EagerMode):
             return self._collective(func, args, kwargs)
         out = func(*args, **kwargs)
         ledger = self.ledger
-        if traits.views and not ledger.any_own and _shares(out, args):
+        if traits.views and not ledger.any_own and shares(out, args):
             return out  # same storage, same state, same parameter
-        ins = _tensors(args, kwargs)
-        outs = [out] if isinstance(out, torch.Tensor) else _flat(out)
+        ins = tensors(args, kwargs)
+        outs = [out] if isinstance(out, torch.Tensor) else flat(out)
         if not outs:
             if traits.foreach_in_place:
                 self._foreach_in_place(traits, args)
@@ -216,7 +217,7 @@ class Flow(EagerMode):
                     other = ledger.get_by(x, key)
                     if other != sid:
                         sid = ledger.combine2(sid, other, adds=traits.adds)
-                if traits.copies and _covers(ins[0]):
+                if traits.copies and covers(ins[0]):
                     sid = ledger.get_by(ins[1], in_keys[1])
         out_keys = [
             o.untyped_storage()._cdata if type(o) is torch.Tensor else storage_key(local_of(o)) for o in outs
@@ -253,7 +254,7 @@ class Flow(EagerMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         call, dims = self._read(func, args)
-        ins = _tensors(args, kwargs)
+        ins = tensors(args, kwargs)
         sent = call.inputs(ins)
         ledger = self.ledger
         sid = ledger.combine([ledger.get(x) for x in sent], adds=False) if sent else ledger.invariant
@@ -268,7 +269,7 @@ class Flow(EagerMode):
         result = self._results.get(key)
         if result is None:
             result = self._results[key] = self._after(call, dims, sid)
-        for o in call.outputs(ins, _flat(out)):
+        for o in call.outputs(ins, flat(out)):
             ledger.put(o, result)
         return out
 
@@ -357,35 +358,3 @@ class Flow(EagerMode):
             return states.relabel(state, before[name], after[name], self.world.sizes[d], is_grad=grad)
 
         return ledger.changed(sid, change)
-
-
-def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among an op's arguments, lists of them included."""
-    found = []
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            found.append(a)
-        elif isinstance(a, list | tuple):
-            found += [b for b in a if isinstance(b, torch.Tensor)]
-    if kwargs:
-        found += _tensors(kwargs.values(), None)
-    return found
-
-
-def _flat(out: Any) -> list[torch.Tensor]:
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if isinstance(out, list | tuple):
-        return [x for o in out for x in _flat(o)]
-    return []
-
-
-def _shares(out: Any, args: Any) -> bool:
-    """Whether a view op really made a view: reshape, contiguous and to may copy."""
-    first = out if isinstance(out, torch.Tensor) else out[0] if out else None
-    return first is not None and storage_key(local_of(first)) == storage_key(local_of(args[0]))
-
-
-def _covers(x: torch.Tensor) -> bool:
-    """Whether the tensor is all of its storage."""
-    return x.numel() * x.element_size() == x.untyped_storage().nbytes()

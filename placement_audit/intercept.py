@@ -157,7 +157,7 @@ class Interceptor:
             user_site=user_site,
             module_fqn=self._module_fqn(),
             param_fqn=self._flow.params.get(storage_key(local_of(x))) if phase is Phase.FORWARD else None,
-            src=self._layout(x),
+            src=self._world.layout_of(x),
             value_sid=self._ledger.get(x),
             tensor=_info(x),
         )
@@ -170,7 +170,7 @@ class Interceptor:
         finally:
             self._running.pop()
             self._depth -= 1
-        raw.dst = self._layout(out)
+        raw.dst = self._world.layout_of(out)
         if raw.src is None and isinstance(out, DTensor):
             self._flow.settle(out, [x], alone=True)
         raw.declared = self._declared(raw, kwargs.get("grad_placements"), x, out)
@@ -187,12 +187,6 @@ class Interceptor:
             # As it is: a collective that is still writing it is waited for.
             return self._fingerprint(x._local_tensor if isinstance(x, DTensor) else x)
 
-    def _layout(self, x: torch.Tensor) -> Layout | None:
-        if not isinstance(x, DTensor):
-            return None
-        spec = spec_of(x)
-        return self._world.layout(spec.mesh, spec.placements)
-
     def _declared(self, raw: RawBoundary, given: Any, x: Any, out: Any) -> Layout | None:
         if given is None:
             return None
@@ -207,11 +201,11 @@ class Interceptor:
             if arrived is None or g is None:
                 return
             raw.grad = crossing = RawCrossing(
-                self._crossings, self._layout(arrived), self._ledger.get(arrived), _info(arrived)
+                self._crossings, self._world.layout_of(arrived), self._ledger.get(arrived), _info(arrived)
             )
             self._crossings += 1
             crossing.arrived_print, crossing.left_print = self._print(arrived), self._print(g)
-            crossing.left = self._layout(g)
+            crossing.left = self._world.layout_of(g)
             if raw.src is not None and raw.dst is None:
                 self._into_dtensor(raw, g, kind)
             elif raw.src is None:

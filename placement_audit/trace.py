@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +23,12 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
-from placement_audit.flow import PHASES, Flow
-from placement_audit.intercept import Interceptor, RawBoundary, RawCrossing
+from placement_audit.flow import Flow
+from placement_audit.freeze import Freezer, RawCollective, RawUse
+from placement_audit.intercept import Interceptor
 from placement_audit.ledger import Ledger
-from placement_audit.model import Layout, State, StateKind, TensorInfo
+from placement_audit.model import State, StateKind
 from placement_audit.tracing import (
-    Boundary,
-    Collective,
-    GradCrossing,
-    GradRecord,
-    OpCount,
-    ParamRecord,
-    ParamUse,
-    Phase,
     RunRecord,
     Trace,
 )
@@ -45,28 +37,6 @@ from placement_audit.world import World
 _VARYING = State(StateKind.VARYING)
 _INVARIANT = State(StateKind.INVARIANT)
 _USES_KEPT = 4
-
-
-@dataclass(slots=True)
-class _RawCollective:
-    call: CollectiveCall
-    dims: tuple[int, ...] | None
-    phase: Phase
-    boundary: int | None
-    module_fqn: str
-    dtype: str
-    numel: int
-    equal: tuple[int, ...]
-    site: callsite.RawSite | None
-
-
-@dataclass(slots=True)
-class _RawUse:
-    op: str
-    module_fqn: str
-    layout: Layout | None
-    result: Layout | None
-    site: callsite.RawSite | None
 
 
 class Tracer:
@@ -92,8 +62,8 @@ class Tracer:
         self.flow = Flow(self.ledger, self.world, on_collective=self._collective, on_use=self._use)
         self._modules: list[str] = []
         self.interceptor = Interceptor(self.flow, self._module_fqn, fingerprint)
-        self._collectives: list[_RawCollective] = []
-        self._uses: dict[str, list[_RawUse]] = {}
+        self._collectives: list[RawCollective] = []
+        self._uses: dict[str, list[RawUse]] = {}
         self._params: list[tuple[str, nn.Parameter]] = [
             (clean_fqn(n), p) for n, p in case.model.named_parameters(remove_duplicate=False)
         ]
@@ -195,7 +165,7 @@ class Tracer:
         equal: tuple[int, ...],
     ) -> None:
         owner, phase = self.interceptor.running()
-        raw = _RawCollective(
+        raw = RawCollective(
             call=call,
             dims=dims,
             phase=phase,
@@ -219,138 +189,20 @@ class Tracer:
         if any(u.op == op and u.module_fqn == module for u in uses):
             return
         first = out[0] if isinstance(out, tuple | list) and out else out
-        uses.append(_RawUse(op, module, self._layout(x), self._layout(first), callsite.take(2)[1]))
-
-    def _layout(self, x: Any) -> Layout | None:
-        if not isinstance(x, DTensor):
-            return None
-        spec = spec_of(x)
-        return self.world.layout(spec.mesh, spec.placements)
-
-    # ---- freezing
+        uses.append(
+            RawUse(op, module, self.world.layout_of(x), self.world.layout_of(first), callsite.take(2)[1])
+        )
 
     def freeze(self, run: RunRecord) -> Trace:
         """What was seen, as plain data."""
-        sites = callsite.SiteTable()
-        raw_boundaries = self.interceptor.boundaries
-        of_param: dict[str, list[int]] = {}
-        for b in raw_boundaries:
-            if b.param_fqn is not None and b.phase is Phase.FORWARD:
-                of_param.setdefault(b.param_fqn, []).append(b.index)
-        return Trace(
-            run=run,
-            mesh=self.world.spec(self._case.device_type),
-            batch_dims=tuple(d for d in self._case.batch_dims if d in self.world.dims),
-            params=tuple(self._param(fqn, p, of_param, sites) for fqn, p in self._params),
-            boundaries=tuple(self._boundary(b, sites) for b in raw_boundaries),
-            collectives=tuple(self._frozen_collective(i, c, sites) for i, c in enumerate(self._collectives)),
-            ops=self._ops(),
-            assumed_invariant=self.ledger.assumed,
-            random_ops=self.flow.random_ops,
-            reduce_dtype=self._case.reduce_dtype,
-        )
-
-    def _param(
-        self, fqn: str, p: nn.Parameter, of_param: dict[str, list[int]], sites: callsite.SiteTable
-    ) -> ParamRecord:
-        g = p.grad
-        grad = None
-        if g is not None:
-            grad = GradRecord(
-                layout=self._layout(g),
-                state=self.ledger.vector(self.ledger.get(g)),
-                dtype=dtype_name(g),
-            )
-        uses = tuple(
-            ParamUse(
-                op=u.op,
-                module_fqn=u.module_fqn,
-                layout=u.layout,
-                result=u.result,
-                call_site=sites.get(u.site),
-            )
-            for u in self._uses.get(fqn, ())
-        )
-        return ParamRecord(
-            fqn=fqn,
-            layout=self._layout(p),
-            tensor=TensorInfo(
-                global_shape=tuple(p.shape),
-                local_shape=tuple(local_of(p).shape),
-                dtype=dtype_name(p),
-            ),
-            requires_grad=p.requires_grad,
-            grad=grad,
-            boundaries=tuple(of_param.get(fqn, ())),
-            uses=uses,
-        )
-
-    def _boundary(self, b: RawBoundary, sites: callsite.SiteTable) -> Boundary:
-        assert b.tensor is not None
-        return Boundary(
-            index=b.index,
-            kind=b.kind,
-            phase=b.phase,
-            call_site=sites.get(b.site),
-            user_site=sites.get(b.user_site),
-            module_fqn=b.module_fqn,
-            param_fqn=b.param_fqn,
-            src=b.src,
-            dst=b.dst,
-            grad_declared=b.declared,
-            value_state=self.ledger.vector(b.value_sid),
-            tensor=b.tensor,
-            grad=self._crossing(b.grad) if b.grad is not None else None,
-        )
-
-    def _crossing(self, c: RawCrossing) -> GradCrossing:
-        return GradCrossing(
-            order=c.order,
-            arrived=c.arrived,
-            arrived_state=self.ledger.vector(c.arrived_sid),
-            left=c.left,
-            left_state=self.ledger.vector(c.left_sid),
-            tensor=c.tensor,
-        )
-
-    def _frozen_collective(self, order: int, c: _RawCollective, sites: callsite.SiteTable) -> Collective:
-        names = self.world.dims
-        return Collective(
-            order=order,
-            name=c.call.name,
-            reduce_op=c.call.reduce_op,
-            mesh_dims=tuple(names[d] for d in c.dims or ()),
-            group_ranks=c.call.ranks if c.dims is None else (),
-            phase=c.phase,
-            boundary=c.boundary,
-            op=None,
-            module_fqn=c.module_fqn,
-            dtype=c.dtype,
-            numel=c.numel,
-            already_equal=tuple(names[d] for d in c.equal),
-            call_site=sites.get(c.site) if c.site is not None else None,
-        )
-
-    def _ops(self) -> tuple[OpCount, ...]:
-        """Counts with the placements spelled out; ops that spell the same are one."""
-        counts: dict[tuple[str, Phase, tuple[str, ...], tuple[str, ...]], int] = {}
-        layouts = self.flow.layouts
-        for (func, phase, ins, outs), n in self.flow.ops.items():
-            key = (
-                str(func),
-                PHASES[phase],
-                tuple(_short(layouts[i]) for i in ins),
-                tuple(_short(layouts[i]) for i in outs),
-            )
-            counts[key] = counts.get(key, 0) + n
-        return tuple(
-            OpCount(op=op, phase=phase, inputs=ins, outputs=outs, count=n)
-            for (op, phase, ins, outs), n in sorted(counts.items())
-        )
-
-
-def _short(layout: Layout) -> str:
-    return " ".join(f"{d} {p.short()}" for d, p in zip(layout.dims, layout.placements, strict=True))
+        return Freezer(
+            case=self._case,
+            flow=self.flow,
+            params=self._params,
+            boundaries=self.interceptor.boundaries,
+            collectives=self._collectives,
+            uses=self._uses,
+        ).trace(run)
 
 
 def trace_step(case: Case, run: RunRecord, on_progress: Callable[[str], None] | None = None) -> Trace:

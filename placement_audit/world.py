@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from placement_audit.dtensor_api import placement_of
+from placement_audit.dtensor_api import DTensor, placement_of, spec_of
 from placement_audit.model import Layout, MeshSpec, Placement
 
 
@@ -80,6 +80,13 @@ class World:
         if found is None:
             found = self._layouts[id(mesh), placements] = self._layout(mesh, placements)
         return found
+
+    def layout_of(self, x: Any) -> Layout | None:
+        """A tensor's layout; None for a plain one."""
+        if not isinstance(x, DTensor):
+            return None
+        spec = spec_of(x)
+        return self.layout(spec.mesh, spec.placements)
 
     def _layout(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
         dims: list[str] = []

@@ -1,0 +1,198 @@
+"""Freezes what the watchers noted of a step into a `Trace`: plain data, no torch object left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from placement_audit import callsite
+from placement_audit.case import Case
+from placement_audit.collectives import CollectiveCall
+from placement_audit.dtensor_api import dtype_name, local_of
+from placement_audit.flow import PHASES, Flow
+from placement_audit.intercept import RawBoundary, RawCrossing
+from placement_audit.model import Layout, TensorInfo
+from placement_audit.tracing import (
+    Boundary,
+    Collective,
+    GradCrossing,
+    GradRecord,
+    OpCount,
+    ParamRecord,
+    ParamUse,
+    Phase,
+    RunRecord,
+    Trace,
+)
+
+
+@dataclass(slots=True)
+class RawCollective:
+    """A collective while the step runs."""
+
+    call: CollectiveCall
+    dims: tuple[int, ...] | None
+    phase: Phase
+    boundary: int | None
+    module_fqn: str
+    dtype: str
+    numel: int
+    equal: tuple[int, ...]
+    site: callsite.RawSite | None
+
+
+@dataclass(slots=True)
+class RawUse:
+    """A parameter's use while the step runs."""
+
+    op: str
+    module_fqn: str
+    layout: Layout | None
+    result: Layout | None
+    site: callsite.RawSite | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freezer:
+    """The notes of one step.
+
+    Attributes:
+        case: what ran.
+        flow: states, ops and the world mesh.
+        params: (FQN, parameter), in the model's order.
+        boundaries: in call order.
+        collectives: in order.
+        uses: FQN -> where it met the activations.
+    """
+
+    case: Case
+    flow: Flow
+    params: list[tuple[str, nn.Parameter]]
+    boundaries: list[RawBoundary]
+    collectives: list[RawCollective]
+    uses: dict[str, list[RawUse]]
+    _sites: callsite.SiteTable = field(default_factory=callsite.SiteTable)
+
+    def trace(self, run: RunRecord) -> Trace:
+        """All of it."""
+        sites = self._sites
+        raw_boundaries = self.boundaries
+        of_param: dict[str, list[int]] = {}
+        for b in raw_boundaries:
+            if b.param_fqn is not None and b.phase is Phase.FORWARD:
+                of_param.setdefault(b.param_fqn, []).append(b.index)
+        return Trace(
+            run=run,
+            mesh=self.flow.world.spec(self.case.device_type),
+            batch_dims=tuple(d for d in self.case.batch_dims if d in self.flow.world.dims),
+            params=tuple(self._param(fqn, p, of_param, sites) for fqn, p in self.params),
+            boundaries=tuple(self._boundary(b, sites) for b in raw_boundaries),
+            collectives=tuple(self._frozen_collective(i, c, sites) for i, c in enumerate(self.collectives)),
+            ops=self._ops(),
+            assumed_invariant=self.flow.ledger.assumed,
+            random_ops=self.flow.random_ops,
+            reduce_dtype=self.case.reduce_dtype,
+        )
+
+    def _param(
+        self, fqn: str, p: nn.Parameter, of_param: dict[str, list[int]], sites: callsite.SiteTable
+    ) -> ParamRecord:
+        g = p.grad
+        grad = None
+        if g is not None:
+            grad = GradRecord(
+                layout=self.flow.world.layout_of(g),
+                state=self.flow.ledger.vector(self.flow.ledger.get(g)),
+                dtype=dtype_name(g),
+            )
+        uses = tuple(
+            ParamUse(
+                op=u.op,
+                module_fqn=u.module_fqn,
+                layout=u.layout,
+                result=u.result,
+                call_site=sites.get(u.site),
+            )
+            for u in self.uses.get(fqn, ())
+        )
+        return ParamRecord(
+            fqn=fqn,
+            layout=self.flow.world.layout_of(p),
+            tensor=TensorInfo(
+                global_shape=tuple(p.shape),
+                local_shape=tuple(local_of(p).shape),
+                dtype=dtype_name(p),
+            ),
+            requires_grad=p.requires_grad,
+            grad=grad,
+            boundaries=tuple(of_param.get(fqn, ())),
+            uses=uses,
+        )
+
+    def _boundary(self, b: RawBoundary, sites: callsite.SiteTable) -> Boundary:
+        assert b.tensor is not None
+        return Boundary(
+            index=b.index,
+            kind=b.kind,
+            phase=b.phase,
+            call_site=sites.get(b.site),
+            user_site=sites.get(b.user_site),
+            module_fqn=b.module_fqn,
+            param_fqn=b.param_fqn,
+            src=b.src,
+            dst=b.dst,
+            grad_declared=b.declared,
+            value_state=self.flow.ledger.vector(b.value_sid),
+            tensor=b.tensor,
+            grad=self._crossing(b.grad) if b.grad is not None else None,
+        )
+
+    def _crossing(self, c: RawCrossing) -> GradCrossing:
+        return GradCrossing(
+            order=c.order,
+            arrived=c.arrived,
+            arrived_state=self.flow.ledger.vector(c.arrived_sid),
+            left=c.left,
+            left_state=self.flow.ledger.vector(c.left_sid),
+            tensor=c.tensor,
+        )
+
+    def _frozen_collective(self, order: int, c: RawCollective, sites: callsite.SiteTable) -> Collective:
+        names = self.flow.world.dims
+        return Collective(
+            order=order,
+            name=c.call.name,
+            reduce_op=c.call.reduce_op,
+            mesh_dims=tuple(names[d] for d in c.dims or ()),
+            group_ranks=c.call.ranks if c.dims is None else (),
+            phase=c.phase,
+            boundary=c.boundary,
+            op=None,
+            module_fqn=c.module_fqn,
+            dtype=c.dtype,
+            numel=c.numel,
+            already_equal=tuple(names[d] for d in c.equal),
+            call_site=sites.get(c.site) if c.site is not None else None,
+        )
+
+    def _ops(self) -> tuple[OpCount, ...]:
+        """Counts with the placements spelled out; ops that spell the same are one."""
+        counts: dict[tuple[str, Phase, tuple[str, ...], tuple[str, ...]], int] = {}
+        layouts = self.flow.layouts
+        for (func, phase, ins, outs), n in self.flow.ops.items():
+            key = (
+                str(func),
+                PHASES[phase],
+                tuple(_short(layouts[i]) for i in ins),
+                tuple(_short(layouts[i]) for i in outs),
+            )
+            counts[key] = counts.get(key, 0) + n
+        return tuple(
+            OpCount(op=op, phase=phase, inputs=ins, outputs=outs, count=n)
+            for (op, phase, ins, outs), n in sorted(counts.items())
+        )
+
+
+def _short(layout: Layout) -> str:
+    return " ".join(f"{d} {p.short()}" for d, p in zip(layout.dims, layout.placements, strict=True))
