@@ -271,6 +271,7 @@ class Flow(EagerMode):
             result = self._results[key] = self._after(call, dims, sid)
         for o in call.outputs(ins, flat(out)):
             ledger.put(o, result)
+            self.params.pop(storage_key(local_of(o)), None)  # as in _follow_param; a boundary names it again
         return out
 
     def _read(self, func: Any, args: Any) -> tuple[CollectiveCall, tuple[int, ...] | None]:
