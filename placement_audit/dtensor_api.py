@@ -19,6 +19,7 @@ import torch.distributed.tensor._redistribute as _redistribute
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
@@ -31,6 +32,7 @@ __all__ = [
     "clean_fqn",
     "collective_group_ranks",
     "dtype_name",
+    "fits_its_label",
     "group_of",
     "in_backward",
     "in_recompute",
@@ -96,6 +98,18 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
             x = x.elem
         else:
             return x
+
+
+def fits_its_label(x: torch.Tensor) -> bool:
+    """Whether a DTensor's local part has the shape that its placements call for; else nobody can assemble it."""
+    if not isinstance(x, DTensor):
+        return True
+    spec = x._spec
+    try:
+        shape, _ = compute_local_shape_and_global_offset(x.shape, spec.mesh, spec.placements)
+    except (RuntimeError, NotImplementedError, ValueError, AssertionError):
+        return True  # torch can't say
+    return tuple(shape) == tuple(x._local_tensor.shape)
 
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {}

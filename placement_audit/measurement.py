@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from placement_audit.model import CallSite
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamMeasure:
@@ -61,6 +63,25 @@ class BoundaryMeasure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Somebody who read gradients that were left Partial, while the job's own clipping and optimizer ran.
+
+    Attributes:
+        params: FQNs of the gradients.
+        through: the DTensor op ("aten._foreach_norm"), or "to_local".
+        whole: whether it reads the reduced gradient: DTensor ops do, `to_local` gets one rank's term.
+        call_site: first frame outside DTensor's own core.
+        user_site: first frame outside torch.
+    """
+
+    params: tuple[str, ...]
+    through: str
+    whole: bool
+    call_site: CallSite
+    user_site: CallSite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What real ranks with real numbers showed.
 
@@ -84,6 +105,7 @@ class Measurement:
         params: in the model's order.
         boundaries: in call order.
         seconds: wall time of the measurement.
+        readers: who read the gradients that were left Partial, on rank 0.
     """
 
     ranks: int
@@ -104,3 +126,4 @@ class Measurement:
     boundaries: tuple[BoundaryMeasure, ...]
     seconds: float
     expected_scale: Fraction | None = None
+    readers: tuple[Reader, ...] = ()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from placement_audit.dtensor_api import local_of, spec_of
+from placement_audit.dtensor_api import fits_its_label, local_of, spec_of
 from placement_audit.measure import compare
 from placement_audit.measure.exchange import from_rank0, gather
 from placement_audit.measure.fingerprint import LARGEST, Fingerprint, fingerprint, spreads
@@ -49,6 +49,7 @@ class _Held:
 
     label: str
     as_param: bool
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def _held(p: nn.Parameter) -> _Held | None:
     if g is None:
         return None
     label = str(spec_of(g).placements) if isinstance(g, DTensor) else "plain"
-    return _Held(label, local_of(g).shape == local_of(p).shape)
+    return _Held(label, local_of(g).shape == local_of(p).shape, fits_its_label(g))
 
 
 def _row(
@@ -122,8 +123,9 @@ def _row(
     local = compare.local_part(g)
     if ref is None:
         return _Row((), None, 1.0, fingerprint(local))
-    if len(present) < len(ranks) or len({h.label for h in present}) > 1:
-        # Ranks without a gradient, or with another label, would not take part in putting it together.
+    if len(present) < len(ranks) or len({h.label for h in present}) > 1 or not all(h.fits for h in present):
+        # Ranks without a gradient, or with another label, would not take part in putting it together; a part
+        # that is not what its label says can't be put together at all.
         return _Row((LARGEST,) * len(candidates), None, LARGEST, fingerprint(local))
     full = compare.whole(g)
     errors = tuple(compare.relative_error(full, ref, c) for c in candidates)

@@ -172,6 +172,8 @@ def finish(
             for fqn, row in table.rows.items()
         ),
         boundaries=_boundaries(boundaries, world),
+        # One rank's, so that all ranks have the same.
+        readers=gather(steps["job"].readers)[0],
         seconds=round(time.perf_counter() - prepared.started, 3),
     )
 

@@ -11,9 +11,11 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from placement_audit.dtensor_api import local_of
+from placement_audit.dtensor_api import fits_its_label, local_of
 from placement_audit.measure import compare
 from placement_audit.measure.exchange import from_rank0, gather, on_rank0
+from placement_audit.measure.readers import watched
+from placement_audit.measurement import Reader
 
 Update = Callable[[nn.Module, str], float | None]
 
@@ -36,11 +38,13 @@ class Step:
         errors: by FQN, the worst over the ranks; of what has a gradient in both models.
         norm: total gradient norm that clipping reported, rank 0's; None without clipping.
         reference_norm: likewise on one device.
+        readers: who read the gradients that were left Partial, on this rank.
     """
 
     errors: dict[str, float]
     norm: float | None
     reference_norm: float | None
+    readers: tuple[Reader, ...] = ()
 
 
 def compare_update(
@@ -66,7 +70,7 @@ def compare_update(
     report the same norm within that, the rest of its difference is taken out of the changes of "sgd".
 
     Nothing is updated, and nothing compared, where ranks have gradients of different parameters: their
-    clipping and optimizers would wait for each other.
+    clipping and optimizers would wait for each other; nor where a gradient is not what its label says.
 
     Args:
         update: `placement_audit.case.Case.update`.
@@ -80,7 +84,7 @@ def compare_update(
     linear = which == "sgd"
     theirs = reference[1] if reference else {}
     ranks_have = gather(_with_gradient(params))
-    if any(have != ranks_have[0] for have in ranks_have):
+    if any(have != ranks_have[0] for have in ranks_have) or not all(gather(_all_fit(params))):
         return Step(errors={}, norm=None, reference_norm=None)
     reference_has, boost = gather((_with_gradient(theirs), _boost(theirs, float(scale))))[0]
     compared = [fqn for fqn in ranks_have[0] if fqn in reference_has]
@@ -97,7 +101,8 @@ def compare_update(
         _multiply(params, boost)
         if linear:
             _zero(params)
-        norm = update(model, which)
+        with watched(params) as readings:
+            norm = update(model, which)
         norms = gather((norm, reference_norm))[0]
         noise = _noise(*norms, max((p.numel() for p in params.values()), default=1)) if linear else 1.0
         errors = {fqn: _error(params[fqn], theirs.get(fqn), linear=linear, noise=noise) for fqn in compared}
@@ -106,11 +111,16 @@ def compare_update(
         errors={fqn: max(r[fqn] for r in ranks) for fqn in errors},
         norm=None if norms[0] is None else norms[0] / boost,
         reference_norm=None if norms[1] is None else norms[1] / boost,
+        readers=readings.frozen(),
     )
 
 
 def _with_gradient(params: Mapping[str, nn.Parameter]) -> list[str]:
     return [fqn for fqn, p in params.items() if p.grad is not None]
+
+
+def _all_fit(params: Mapping[str, nn.Parameter]) -> bool:
+    return all(p.grad is None or fits_its_label(p.grad) for p in params.values())
 
 
 def _noise(norm: float | None, reference_norm: float | None, numel: int) -> float:

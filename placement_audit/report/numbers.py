@@ -23,6 +23,7 @@ def measured_lines(report: Report, width: int) -> Iterator[Text]:
         ("loss", f"{m.loss:.7g}, {m.reference_loss:.7g} on one device: relative error {m.loss_error:.1e}"),
         ("step", _steps(m)),
         ("states", _states(report, m)),
+        ("readers", _readers(m)),
     ):
         if text:
             yield from map(Text, labelled(label, text, width=width, indent=0))
@@ -60,3 +61,18 @@ def _states(report: Report, m: Measurement) -> str:
     text = f"{compared:,} traced states at boundaries set against the ranks' values: "
     text += "all agree" if not wrong else f"{wrong:,} contradict them"
     return text + (f", {cautious:,} of them equal though traced as varying" if cautious else "")
+
+
+def _readers(m: Measurement) -> str:
+    """Who reads the gradients that are left Partial."""
+    if not m.readers:
+        return ""
+    parts = []
+    for r in m.readers:
+        place = r.user_site if r.user_site.line else r.call_site
+        what = f"{r.through} in {r.call_site.function} (from {place.path}:{place.line})"
+        parts.append(what if r.whole else what + ", ONE RANK'S TERM ONLY")
+    count = len({fqn for r in m.readers for fqn in r.params})
+    return f"{plural(count, 'gradient')} left Partial {'is' if count == 1 else 'are'} read by " + "; ".join(
+        parts
+    )

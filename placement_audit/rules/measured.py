@@ -82,6 +82,8 @@ def _wrong_updates(trace: Trace, judgements: Sequence[Judgement], m: Measurement
         ):
             if error is None or error <= tolerance:
                 continue
+            readers = [r for r in m.readers if p.fqn in r.params]
+            readers.sort(key=lambda r: r.whole)
             yield make_finding(
                 "PA402",
                 param_fqn=p.fqn,
@@ -93,7 +95,17 @@ def _wrong_updates(trace: Trace, judgements: Sequence[Judgement], m: Measurement
                 evidence=(
                     Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}"),
                 ),
-                path=(),
+                path=tuple(
+                    PathStep(
+                        role="reads one rank's term of it"
+                        if not r.whole
+                        else f"reads it through {r.through}",
+                        kind=r.through,
+                        call_site=r.user_site if r.user_site.line else r.call_site,
+                        boundary=-1,
+                    )
+                    for r in readers
+                ),
                 next_step="a reader takes the local part of an incomplete gradient; give it the full one",
             )
             break

@@ -99,6 +99,35 @@ def one_rank_off_after_init() -> Generator[None]:
         yield
 
 
+@contextmanager
+def local_optimizer() -> Generator[None]:
+    """An optimizer that takes the local part of every gradient, complete or not."""
+    from placement_audit.adapters import titan02_reference
+
+    def updater(**_: Any) -> Callable[[nn.Module, str], None]:
+        def update(model: nn.Module, which: str) -> None:
+            with torch.no_grad():
+                for p in model.parameters():
+                    g = p.grad
+                    if not isinstance(p, DTensor) or not isinstance(g, DTensor):
+                        p.sub_(g, alpha=0.1)
+                        continue
+                    if not any(q.is_partial() for q in g.placements):
+                        g = g.redistribute(placements=p.placements)
+                    local_of(p).sub_(g.to_local(), alpha=0.1)
+
+        return update
+
+    with replaced(titan02_reference, "updater", updater):
+        yield
+
+
+WRONG_SHARD_DIM = (
+    "sharded_local_tensor = x.to_local()",
+    "sharded_local_tensor = x.to_local(\n"
+    "                grad_placements=(x.placements[0], Shard(0)) if x.placements[1] == Shard(1) else None\n"
+    "            )",
+)
 ONE_AVERAGE = (
     "grad_placements=self.grad_placements\n",
     'grad_placements=[Partial("avg" if x.shape == (2048, 256) else "sum")] * self.device_mesh.ndim\n',
@@ -125,6 +154,11 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "bias before a sum": bias_before_a_sum,
     "loss not divided": loss_not_divided,
     "one rank off": one_rank_off_after_init,
+    "wrong shard dim": lambda: rewritten(WRONG_SHARD_DIM),
+}
+READERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "stock": stock,
+    "local optimizer": local_optimizer,
 }
 
 
@@ -132,7 +166,7 @@ def audits(env: RankEnv, config: str, names: tuple[str, ...]) -> dict[str, Repor
     out = {}
     for name in names:
         job = load(str(CONFIGS / config), overrides=list(SHORT), device="cpu")
-        with FAULTS[name]():
+        with (FAULTS | READERS)[name]():
             out[name] = pipeline.run(job, pipeline.Options(rank_env=env, measure=True))
     return out
 
@@ -249,6 +283,45 @@ def test_one_rank_s_weight_that_differs_after_init(reports: dict[str, Report]) -
     report = reports["one rank off"]
     found = [f for f in report.findings if f.severity == "error"]
     assert {(f.rule_id, f.param_fqn, f.mesh_dim) for f in found} == {("PA205", NORM, "tp")}
+
+
+def test_a_gradient_labelled_as_a_shard_of_another_tensor_dim(reports: dict[str, Report]) -> None:
+    report = reports["wrong shard dim"]
+    rowwise = {p.fqn for p in report.trace.params if p.layout and str(p.layout.on("tp")) == "Shard(1)"}
+    assert {f.param_fqn for f in report.findings if f.rule_id == "PA104"} == rowwise
+    assert {f.param_fqn for f in report.findings if f.rule_id == "PA204"} == rowwise
+    assert ("tp", "wrong placement") in wrong(report)
+    assert cause_lines(report, "PA104") == {"sharded_local_tensor = x.to_local()"}
+
+
+# --------------------------------------------------------------------------- readers
+
+
+@pytest.fixture(scope="module")
+def tp_alone() -> dict[str, Report]:
+    """TP 2: the norms' gradients are left to their readers."""
+    return on_ranks(2, audits, "tp.toml", tuple(READERS))[0]
+
+
+def test_the_readers_of_partial_gradients_are_named(tp_alone: dict[str, Report]) -> None:
+    report = tp_alone["stock"]
+    assert (report.exit_status, errors(report)) == (0, set())
+    assert report.measurement is not None
+    readers = {r.through: r for r in report.measurement.readers}
+    assert {"aten._foreach_norm", "aten._foreach_mul_", "aten._fused_adamw_"} <= set(readers)
+    assert {frozenset(r.params) for r in readers.values()} == {frozenset(norms(report))}
+    assert {r.whole for r in readers.values()} == {True}
+    assert readers["aten._foreach_norm"].user_site.path == "torchtitan/distributed/utils.py"
+
+
+def test_a_reader_that_takes_the_local_part(tp_alone: dict[str, Report]) -> None:
+    report = tp_alone["local optimizer"]
+    found = [f for f in report.findings if f.severity == "error"]
+    assert {(f.rule_id, f.mesh_dim) for f in found} == {("PA402", "tp")}
+    assert {f.param_fqn for f in found} == norms(report)
+    assert {(f.path[0].role, f.path[0].call_site.code_line) for f in found} == {
+        ("reads one rank's term of it", "local_of(p).sub_(g.to_local(), alpha=0.1)")
+    }
 
 
 # --------------------------------------------------------------------------- the matrix
