@@ -29,6 +29,10 @@ class Verdict(StrEnum):
     NOT_JUDGED = "not judged"
 
 
+GOOD = (Verdict.OK, Verdict.DEFERRED)
+"""The verdicts on a gradient that is right."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Why a verdict is what it is.

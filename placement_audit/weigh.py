@@ -7,15 +7,15 @@ said so (PA901): a value traced equal on all ranks that differs, a gradient trac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from placement_audit.measurement import Measurement, ParamMeasure
 from placement_audit.model import State, StateKind
 from placement_audit.tracing import Trace
-from placement_audit.verdicts import Evidence, Judgement, Verdict
+from placement_audit.verdicts import GOOD, Evidence, Judgement, Verdict
 
-GOOD = (Verdict.OK, Verdict.DEFERRED)
 _EQUAL = (StateKind.INVARIANT, StateKind.ZERO, StateKind.AMBIGUOUS)
 
 
@@ -199,9 +199,8 @@ def _how_wrong(pm: ParamMeasure, m: Measurement) -> str:
     return f"the numbers differ from one device's, relative error {pm.grad_error:.2g}{forward}"
 
 
-def _values_against_states(trace: Trace, m: Measurement) -> list[Contradiction]:
-    """Values that were traced equal on all ranks and are not."""
-    found = []
+def _compared(trace: Trace, m: Measurement) -> Iterator[tuple[int, str, str, bool, float]]:
+    """Every traced state that has values: (boundary, of what, mesh dim, traced equal on all ranks, spread)."""
     for b in m.boundaries:
         boundary = trace.boundaries[b.index]
         pairs: list[tuple[str, tuple[State, ...], tuple[float, ...]]] = [
@@ -214,33 +213,29 @@ def _values_against_states(trace: Trace, m: Measurement) -> list[Contradiction]:
             ]
         for what, states, spreads in pairs:
             for name, state, spread in zip(trace.mesh.dim_names, states, spreads, strict=True):
-                if state.kind in _EQUAL and not spread <= m.tolerance:
-                    found.append(
-                        Contradiction(
-                            mesh_dim=name,
-                            traced=f"{what} is equal on all ranks",
-                            measured=f"ranks differ by {spread:.2g} (tolerance {m.tolerance:.0e})",
-                            boundary=b.index,
-                        )
-                    )
-    return found
+                yield b.index, what, name, state.kind in _EQUAL, spread
+
+
+def _values_against_states(trace: Trace, m: Measurement) -> list[Contradiction]:
+    """Values that were traced equal on all ranks and are not."""
+    return [
+        Contradiction(
+            mesh_dim=name,
+            traced=f"{what} is equal on all ranks",
+            measured=f"ranks differ by {spread:.2g} (tolerance {m.tolerance:.0e})",
+            boundary=index,
+        )
+        for index, what, name, traced_equal, spread in _compared(trace, m)
+        if traced_equal and not spread <= m.tolerance
+    ]
 
 
 def slots(trace: Trace, m: Measurement) -> tuple[int, int, int]:
     """(compared, equal though traced varying, differing though traced equal), over all boundaries."""
     compared = cautious = wrong = 0
-    for b in m.boundaries:
-        boundary = trace.boundaries[b.index]
-        pairs = [(boundary.value_state, b.value_spread)]
-        if boundary.grad is not None and b.arrived_spread:
-            pairs += [
-                (boundary.grad.arrived_state, b.arrived_spread),
-                (boundary.grad.left_state, b.left_spread),
-            ]
-        for states, spreads in pairs:
-            for state, spread in zip(states, spreads, strict=True):
-                compared += 1
-                equal = spread <= m.tolerance
-                cautious += equal and state.kind not in _EQUAL
-                wrong += (not equal) and state.kind in _EQUAL
+    for _, _, _, traced_equal, spread in _compared(trace, m):
+        equal = spread <= m.tolerance
+        compared += 1
+        cautious += equal and not traced_equal
+        wrong += traced_equal and not equal
     return compared, cautious, wrong

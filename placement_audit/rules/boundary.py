@@ -8,14 +8,12 @@ from placement_audit.model import Placement, StateKind
 from placement_audit.rules.finding import make_finding
 from placement_audit.states import belies
 from placement_audit.tracing import Boundary, Phase, Trace
-from placement_audit.verdicts import Evidence, Finding, Judgement, PathStep, Verdict
-
-_GOOD = (Verdict.OK, Verdict.DEFERRED)
+from placement_audit.verdicts import GOOD, Evidence, Finding, Judgement, PathStep
 
 
 def boundary_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterator[Finding]:
     """All PA1xx findings of a trace."""
-    wrong = {(i, j.mesh_dim) for j in judgements if j.verdict not in _GOOD for i in j.path}
+    wrong = {(i, j.mesh_dim) for j in judgements if j.verdict not in GOOD for i in j.path}
     for b in trace.boundaries:
         if b.phase is not Phase.FORWARD:
             continue

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from placement_audit.measurement import Measurement
 from placement_audit.rules.finding import make_finding
 from placement_audit.tracing import Trace
-from placement_audit.verdicts import Evidence, Finding, Judgement, PathStep, Verdict
+from placement_audit.verdicts import GOOD, Evidence, Finding, Judgement, PathStep, Verdict
 from placement_audit.weigh import Contradiction
 
 
@@ -17,7 +17,7 @@ def measured_findings(
     """All findings that come from a measurement alone."""
     yield from _wrong_loss(m)
     yield from _wrong_normalisation(trace, m)
-    yield from _wrong_updates(trace, judgements, m)
+    yield from _wrong_updates(judgements, m)
     yield from _contradictions(trace, contradictions)
 
 
@@ -64,15 +64,9 @@ def _wrong_normalisation(trace: Trace, m: Measurement) -> Iterator[Finding]:
     )
 
 
-def _wrong_updates(trace: Trace, judgements: Sequence[Judgement], m: Measurement) -> Iterator[Finding]:
+def _wrong_updates(judgements: Sequence[Judgement], m: Measurement) -> Iterator[Finding]:
     """Right gradients that a reader spoiled."""
-    good = {
-        j.param_fqn: all(
-            k.verdict in (Verdict.OK, Verdict.DEFERRED) for k in judgements if k.param_fqn == j.param_fqn
-        )
-        for j in judgements
-    }
-    if not all(good.values()):
+    if any(j.verdict not in GOOD for j in judgements):
         return  # clipping mixes all gradients: one wrong gradient makes every update wrong
     deferred = {j.param_fqn: j.mesh_dim for j in judgements if j.verdict is Verdict.DEFERRED}
     for p in m.params:
