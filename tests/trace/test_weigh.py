@@ -200,3 +200,11 @@ def test_numbers_decide_what_the_trace_could_not(traces: dict[str, Trace]) -> No
     assert on_tp(judge(open_question, numbers(trace))) is Verdict.OK
     wrong = numbers(trace, {"grad_error": 0.5, "grad_ratio": 0.5})
     assert on_tp(judge(open_question, wrong)) is Verdict.WRONG_GRADIENT
+
+
+def test_a_common_factor_that_the_trace_does_not_show_is_no_average(traces: dict[str, Trace]) -> None:
+    """With one parameter every factor is common to all: only a traced average excuses it."""
+    m = numbers(traces["v0-N"], {"grad_ratio": 0.5}, grad_scale=Fraction(1, 2))
+    report = judge(traces["v0-N"], m)
+    assert on_tp(report) is Verdict.WRONG_GRADIENT
+    assert report.exit_status == 1
