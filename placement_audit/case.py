@@ -47,6 +47,8 @@ class Case:
         update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
             ``update(model, "job")`` with the job's own optimizer, ``update(model, "sgd")`` with plain SGD;
             returns the total norm that clipping reported, None without clipping.
+        in_own_dtypes: builds the same case in the dtypes that the job asks for, where this one is in float32
+            to be measured; None where there is no difference.
     """
 
     name: str
@@ -63,3 +65,4 @@ class Case:
     twin: str = ""
     reference: Callable[[], Reference] | None = None
     update: Callable[[nn.Module, str], float | None] | None = None
+    in_own_dtypes: Callable[[], Case] | None = None

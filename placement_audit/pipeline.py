@@ -16,7 +16,7 @@ from placement_audit.errors import AuditError, IncompleteError, NotMeasurable
 from placement_audit.failure import Failure
 from placement_audit.measurement import Measurement
 from placement_audit.progress import PROGRESS
-from placement_audit.tracing import RunRecord
+from placement_audit.tracing import RunRecord, Trace
 from placement_audit.verdicts import Report
 
 if TYPE_CHECKING:
@@ -121,6 +121,9 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
                 except NotMeasurable as why:
                     run_record = replace(trace.run, evidence=("traced",), notes=(*trace.run.notes, str(why)))
                     trace = replace(trace, run=run_record)
+        if case.in_own_dtypes is not None:
+            with phase("own dtypes"):
+                trace = _in_own_dtypes(trace, config, case.in_own_dtypes)
         with phase("judge"):
             from placement_audit.judge import judge
 
@@ -139,6 +142,36 @@ def _prepared(case: Case) -> tuple[Case, Prepared | None]:
         return case, prepare(case, seed=_SEED, note=PROGRESS.note)
     except NotMeasurable as why:
         return replace(case, notes=(*case.notes, str(why))), None
+
+
+def _in_own_dtypes(trace: Trace, config: AuditConfig, build: Callable[[], Case]) -> Trace:
+    """The trace of a step in float32, with the dtypes of the same step as the job asks for it; collective.
+
+    The same code ran twice, so the same calls crossed the same boundaries. Where they did not, the job chooses
+    its way by dtype, and its dtypes stay unknown.
+    """
+    from placement_audit.trace import Tracer
+
+    case = build()
+    tracer = Tracer(case, PROGRESS.note)
+    try:
+        tracer.run()
+    except AuditError:
+        raise
+    except Exception as error:
+        raise _failed(error, case, alone=False) from error
+    own = tracer.freeze(_run_record(config, case, measured=True))
+    if _ways(own) == _ways(trace):
+        return replace(trace, collectives=own.collectives, reduce_dtype=own.reduce_dtype)
+    note = "the dtypes of reductions were not looked at: in its own dtypes the job makes other calls."
+    return replace(trace, run=replace(trace.run, notes=(*trace.run.notes, note)))
+
+
+def _ways(trace: Trace) -> list[object]:
+    """What a step did, apart from dtypes."""
+    calls = [(b.kind, b.call_site, b.module_fqn, b.src, b.dst) for b in trace.boundaries]
+    sent = [(c.name, c.reduce_op, c.mesh_dims, c.phase, c.boundary) for c in trace.collectives]
+    return [*calls, *sent]
 
 
 def _measured(prepared: Prepared, case: Case, loss: object, tracer: Tracer) -> Measurement:

@@ -40,6 +40,7 @@ def build(
     rank_env: RankEnv | None = None,
     fake_rank: int = 0,
     float32: bool = False,
+    small: bool = False,
 ) -> Case:
     """Build the job as torchtitan would.
 
@@ -49,6 +50,7 @@ def build(
         rank_env: this process's place under torchrun; None to play one rank of a fake world.
         fake_rank: the rank to play, without ``rank_env``.
         float32: compute in float32 whatever the job's mixed precision is, to be measured.
+        small: no larger than can be measured, as with ``float32``.
 
     Returns:
         The case, ready to step.
@@ -61,8 +63,7 @@ def build(
     device_type = titan02_device.device_type(config, rank_env)
     titan02_device.claim_device(device_type)
     job = titan02_job.parse(config, version=version)
-    if float32:
-        titan02_reference.in_float32(job)
+    recast = titan02_reference.in_float32(job) if float32 else False
     if job.experimental.custom_import:
         titan02_job.import_by_name(job.experimental.custom_import, option="experimental.custom_import")
     degrees, notes = resolve(
@@ -79,7 +80,7 @@ def build(
     rank = rank_env.rank if rank_env else fake_rank
     twin = titan02_twin.Twin(args=args)
     with _own_words(f"{job.model.name} {job.model.flavor}"):
-        if float32 and rank_env is not None:
+        if (float32 or small) and rank_env is not None:
             twin = _twin(job, spec, args, degrees, rank_env, device_type)
             args, notes = twin.args, (*notes, *twin.notes)
         dims = _parallel_dims(degrees)
@@ -135,6 +136,9 @@ def build(
         if real
         else None,
         update=titan02_reference.updater(job=job, spec=spec, dims=dims, model=model) if real else None,
+        in_own_dtypes=partial(build, config, version=version, rank_env=rank_env, small=True)
+        if recast and real
+        else None,
     )
 
 

@@ -25,10 +25,13 @@ SGD_LR = 0.1
 """Of the plain SGD step. Any number will do: the change is linear in it, and compared with its like."""
 
 
-def in_float32(job: Any) -> None:
-    """Ask for float32 everywhere, so that numbers can be compared to 1e-5."""
-    for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
+def in_float32(job: Any) -> bool:
+    """Ask for float32 everywhere, so that numbers can be compared to 1e-5; False where the job did already."""
+    keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+    other = [key for key in keys if getattr(job.training, key) != "float32"]
+    for key in other:
         setattr(job.training, key, "float32")
+    return bool(other)
 
 
 def reference(

@@ -32,7 +32,8 @@ def dtype_findings(trace: Trace) -> Iterator[Finding]:
             observed=f"{c.name}({c.reduce_op}) of {c.numel} elements in {c.dtype}",
             evidence=(
                 Evidence(
-                    strength="traced", statement=f"{c.name} in the backward of {b.kind}, {c.numel} elements"
+                    strength="measured" if "measured" in trace.run.evidence else "traced",
+                    statement=f"{c.name} in the backward of {b.kind}, {c.numel} elements",
                 ),
             ),
             path=(PathStep(role="cause", kind=b.kind, call_site=b.call_site, boundary=b.index),),

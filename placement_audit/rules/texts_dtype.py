@@ -18,8 +18,8 @@ parameters are bfloat16. A sum of a few ranks in bfloat16 loses about 3 signific
 A note and no error: the sum is made, and it is what the released code does everywhere.""",
     how_judged="""\
 The dtype of every all-reduce and reduce-scatter that runs in the backward of a call on a parameter's own
-way, against the job's reduce dtype. Traced under the job's own mixed precision; a measurement runs in
-float32 and shows none.""",
+way, against the job's reduce dtype. The step runs under the job's own mixed precision; where numbers are
+measured, which takes float32, it runs once more for its dtypes.""",
     bad="""\
 # parameters in bfloat16, reduce dtype float32: the backward of this sums over tp in bfloat16
 output = DTensor.from_local(replicated, tp_mesh, [Replicate()])""",

@@ -31,6 +31,7 @@ from tests.trace.worlds import judgement, run_record
 
 pytestmark = pytest.mark.gloo
 
+FLOAT32 = ("--training.mixed_precision_param", "float32")
 SHORT = ("--training.seq_len", "128")
 NORM = "layers.0.ffn_norm.weight"
 
@@ -165,7 +166,7 @@ READERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def audits(env: RankEnv, config: str, names: tuple[str, ...]) -> dict[str, Report]:
     out = {}
     for name in names:
-        job = load(str(CONFIGS / config), overrides=list(SHORT), device="cpu")
+        job = load(str(CONFIGS / config), overrides=[*SHORT, *FLOAT32], device="cpu")
         with (FAULTS | READERS)[name]():
             out[name] = pipeline.run(job, pipeline.Options(rank_env=env, measure=True))
     return out
