@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -16,8 +17,8 @@ _CORE, _TORCH, _USER = 0, 1, 2
 
 _class_of: dict[CodeType, int] = {}
 
-RawSite = tuple[CodeType, int]
-"""A code object and a line: cheap to take, made into a `CallSite` at the end."""
+RawSite = tuple[CodeType, int, int]
+"""A code object, a line and an instruction (-1: any): cheap to take, made into a `CallSite` at the end."""
 
 
 def _classify(code: CodeType) -> int:
@@ -29,11 +30,12 @@ def _classify(code: CodeType) -> int:
     return _USER
 
 
-def take(depth: int) -> tuple[RawSite | None, RawSite | None, bool]:
+def take(depth: int, *, exact: bool = False) -> tuple[RawSite | None, RawSite | None, bool]:
     """The nearest places outside DTensor's core, and outside torch.
 
     Args:
         depth: frames to skip, 0 for the caller's.
+        exact: tell two calls on one line apart.
 
     Returns:
         (first frame outside DTensor's core, first frame outside torch, whether `local_map` made the call).
@@ -49,10 +51,10 @@ def take(depth: int) -> tuple[RawSite | None, RawSite | None, bool]:
         if kind == _CORE:
             local_map = local_map or (site is None and code.co_filename == LOCAL_MAP_FILE)
         elif kind == _USER:
-            user = (code, frame.f_lineno)
+            user = (code, frame.f_lineno, frame.f_lasti if exact else -1)
             return site or user, user, local_map
         elif site is None:
-            site = (code, frame.f_lineno)
+            site = (code, frame.f_lineno, frame.f_lasti if exact else -1)
         frame = frame.f_back
     return site, None, local_map
 
@@ -76,7 +78,7 @@ class SiteTable:
             made = self._made[raw] = self._make(*raw)
         return made
 
-    def _make(self, code: CodeType, line: int) -> CallSite:
+    def _make(self, code: CodeType, line: int, instruction: int) -> CallSite:
         path, package = self._shorten(code.co_filename)
         return CallSite(
             path=path,
@@ -84,6 +86,7 @@ class SiteTable:
             function=code.co_name,
             code_line=linecache.getline(code.co_filename, line).strip(),
             package=package,
+            span=_span(code, instruction) if instruction >= 0 else None,
         )
 
     def _shorten(self, filename: str) -> tuple[str, str | None]:
@@ -100,3 +103,16 @@ class SiteTable:
                 is_package = in_site or (Path(root) / top / "__init__.py").exists()
                 return short, top if is_package and "/" in short else None
         return filename, None
+
+
+def _span(code: CodeType, instruction: int) -> tuple[int, int, int, int] | None:
+    """Where the call that an instruction makes begins and ends; Python counts columns in bytes."""
+    line, end_line, column, end_column = next(islice(code.co_positions(), instruction // 2, None))
+    if line is None or end_line is None or column is None or end_column is None:
+        return None  # python -X no_debug_ranges
+
+    def characters(at_line: int, at: int) -> int:
+        text = linecache.getline(code.co_filename, at_line).encode()
+        return len(text[:at].decode(errors="replace"))
+
+    return line, characters(line, column), end_line, characters(end_line, end_column)

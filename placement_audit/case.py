@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from placement_audit.model import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,15 @@ class Case:
         update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
             ``update(model, "job")`` with the job's own optimizer, ``update(model, "sgd")`` with plain SGD;
             returns the total norm that clipping reported, None without clipping.
+        declared: what plain-tensor parameters are along the mesh dims: FQN -> mesh dim -> placement. One that
+            is not named, and every mesh dim that is left out, counts as Replicate; DTensor parameters say it
+            themselves.
+        catching: finds the tensors of the batch while the step runs, where they are not known before:
+            ``with catching(take): step()`` calls ``take`` with each of them; None where `inputs` has them all.
+        varying: what of the step's plain ops differs between ranks without being a tensor's values
+            (`placement_audit.apart.Varying`); None where no other rank was looked at.
+        other_ranks: the ranks that were looked at for it, one a mesh dim.
+        replicas_apart: parameter -> how far its replicas are apart, by world mesh dim; None where nobody looked.
         in_own_dtypes: builds the same case in the dtypes that the job asks for, where this one is in float32
             to be measured; None where there is no difference.
     """
@@ -66,3 +79,8 @@ class Case:
     reference: Callable[[], Reference] | None = None
     update: Callable[[nn.Module, str], float | None] | None = None
     in_own_dtypes: Callable[[], Case] | None = None
+    declared: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
+    catching: Callable[[Callable[[torch.Tensor], None]], AbstractContextManager[None]] | None = None
+    varying: Mapping[Any, tuple[tuple[int, int], ...]] | None = None
+    other_ranks: tuple[int, ...] = ()
+    replicas_apart: Mapping[str, tuple[float | None, ...]] | None = None

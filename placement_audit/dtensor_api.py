@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as _redistribute
+import torch.distributed.tensor.debug as _dtensor_debug
+from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,22 +29,31 @@ from placement_audit.model import REPLICATE, Placement, PlacementKind
 
 __all__ = [
     "CORE_DIRS",
+    "GENERATED_FOR_COLLECTIVES",
     "DTensor",
     "EagerMode",
+    "FunctionBase",
+    "accumulating",
     "clean_fqn",
     "collective_group_ranks",
     "dtype_name",
     "fits_its_label",
+    "forget_meshes",
     "group_of",
     "in_backward",
     "in_recompute",
     "local_of",
     "mark_node",
+    "mark_of",
     "marked_node",
+    "next_sequence_nr",
+    "offset_of",
     "placement_of",
     "rank_map_of",
+    "reduce_op_of",
     "relabelling",
     "replaced_everywhere",
+    "root_mesh",
     "spec_of",
     "storage_key",
     "unwatched",
@@ -56,17 +67,24 @@ CORE_DIRS: tuple[str, ...] = (
     f"{_TORCH_DIR}/_tensor.py",
     f"{_TORCH_DIR}/utils/",
     f"{_TORCH_DIR}/nn/modules/module.py",
+    f"{_TORCH_DIR}/_library/",
     f"{_TORCH_DIR}/distributed/_functional_collectives.py",
+    f"{_TORCH_DIR}/distributed/c10d_logger.py",
+    f"{_TORCH_DIR}/distributed/distributed_c10d.py",
+    f"{_TORCH_DIR}/distributed/nn/functional.py",
     f"{_TORCH_DIR}/distributed/tensor/_",
     f"{_TORCH_DIR}/distributed/tensor/placement_types.py",
     f"{_TORCH_DIR}/distributed/tensor/experimental/_func_map.py",
 )
-"""Where DTensor's own machinery lives: never the place that a boundary is blamed on."""
+"""Where the machinery of DTensor and of collectives lives: never the place that a boundary is blamed on."""
 
 LOCAL_MAP_FILE = f"{_TORCH_DIR}/distributed/tensor/experimental/_func_map.py"
 """A boundary call from here is `local_map`'s."""
 
 TORCH_DIR = _TORCH_DIR + "/"
+
+GENERATED_FOR_COLLECTIVES = "GeneratedBackwardFor__c10d_functional_"
+"""How the names of the autograd functions of functional collectives begin (2.13; in 2.10 they are C++)."""
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._wrapped.")
 """Name parts that activation checkpointing, torch.compile and FSDP1 put into FQNs."""
@@ -85,6 +103,11 @@ def clean_fqn(fqn: str) -> str:
 def spec_of(x: DTensor) -> Any:
     """The DTensorSpec: ``.mesh`` and ``.placements`` without the cost of the public properties."""
     return x._spec
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a sub-mesh was cut from; the mesh itself where it is no part of another."""
+    return mesh._get_root_mesh()
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
@@ -112,6 +135,16 @@ def fits_its_label(x: torch.Tensor) -> bool:
     return tuple(shape) == tuple(x._local_tensor.shape)
 
 
+def offset_of(x: DTensor) -> tuple[int, ...] | None:
+    """Where a DTensor's local part begins in the whole; None where it is not what its placements call for."""
+    spec = x._spec
+    try:
+        shape, offset = compute_local_shape_and_global_offset(x.shape, spec.mesh, spec.placements)
+    except (RuntimeError, NotImplementedError, ValueError, AssertionError):
+        return None
+    return tuple(offset) if tuple(shape) == tuple(x._local_tensor.shape) else None
+
+
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
@@ -126,6 +159,18 @@ def dtype_name(x: torch.Tensor) -> str:
 def storage_key(x: torch.Tensor) -> int:
     """Address of the tensor's storage: views, saved tensors and in-place ops share it."""
     return x.untyped_storage()._cdata
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor has kept of meshes: one of another rank's equals this rank's, and has other groups."""
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
+        clear = getattr(_dtensor_debug, name, None)
+        if clear is not None:
+            clear()
 
 
 def rank_map_of(mesh: DeviceMesh) -> torch.Tensor:
@@ -151,6 +196,21 @@ def mark_node(node: Any, mark: object) -> None:
 def marked_node() -> Any:
     """What was tied to the autograd node that is running now, else None."""
     return getattr(torch._C._current_autograd_node(), "_placement_audit", None)
+
+
+def accumulating() -> torch.Tensor | None:
+    """The leaf whose gradient autograd is adding up now, its hooks included; else None."""
+    return getattr(torch._C._current_autograd_node(), "variable", None)
+
+
+def mark_of(node: Any) -> Any:
+    """What `mark_node` tied to an autograd node, else None."""
+    return getattr(node, "_placement_audit", None)
+
+
+def next_sequence_nr() -> int:
+    """Number that the next autograd node of this thread gets; ``node._sequence_nr()`` tells a node's own."""
+    return torch._C._autograd._get_sequence_nr()
 
 
 class EagerMode(TorchDispatchMode):
@@ -216,6 +276,16 @@ def group_of(arg: object) -> tuple[int, ...] | None:
             return None
         return tuple(dist.get_process_group_ranks(group))
     return None
+
+
+def reduce_op_of(arg: object) -> str | None:
+    """The reduce op as the c10d ops carry it (a script object), in lower case; None if it is none."""
+    try:
+        number = arg.op()  # pyrefly: ignore [missing-attribute]
+    except (AttributeError, RuntimeError):
+        return None
+    members: Any = dist.ReduceOp.RedOpType
+    return next((name.lower() for name, op in members.__members__.items() if int(op) == int(number)), None)
 
 
 @contextmanager

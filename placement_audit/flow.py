@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from placement_audit import states
-from placement_audit.collectives import CollectiveCall, read_collective
+from placement_audit.apart import NUMBERS, Stream, numbers_of
+from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
     DTensor,
     EagerMode,
@@ -24,12 +24,14 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
+from placement_audit.labelled import Labelled
 from placement_audit.ledger import Ledger
-from placement_audit.model import Layout, State, StateKind
+from placement_audit.model import Layout
 from placement_audit.opargs import covers, flat, shares, tensors
 from placement_audit.optraits import OpTraits, traits_of
 from placement_audit.optraits import known as _traits
 from placement_audit.tracing import Phase
+from placement_audit.traffic import Dims, Traffic
 from placement_audit.world import World
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
@@ -57,9 +59,13 @@ class Flow(EagerMode):
         layouts: identity -> layout.
         random_ops: random ops seen in forward; taken as equal on all ranks.
         params: storage key -> FQN, of parameters and what was gathered, cast or re-wrapped from them.
-        on_collective: called before each collective: (call, mesh dims, what is sent, dims already equal).
+        labelled: what DTensor's labels make of a state.
+        traffic: what collectives make of it.
         on_use: called with (op, FQN, input, outputs) where a parameter meets something else in forward.
         seeding: while autograd makes the first gradient.
+        on_scaled: called with (result, factor) where a tensor is multiplied by a number; None for nobody.
+        stream: takes down the plain ops, and knows whose numbers differ between ranks; None for nobody.
+        on_op: called at each op of the forward, but for those inside a DTensor's; None for nobody.
     """
 
     def __init__(
@@ -67,9 +73,7 @@ class Flow(EagerMode):
         ledger: Ledger,
         world: World,
         *,
-        on_collective: Callable[
-            [CollectiveCall, tuple[int, ...] | None, torch.Tensor | None, tuple[int, ...]], None
-        ],
+        on_collective: Callable[[CollectiveCall, Dims, torch.Tensor | None, tuple[int, ...]], None],
         on_use: Callable[[str, str, torch.Tensor, Any], None],
     ) -> None:
         """See the class."""
@@ -80,25 +84,33 @@ class Flow(EagerMode):
         self.layouts: dict[int, Layout] = {}
         self.random_ops = 0
         self.params: dict[int, str] = {}
-        self.on_collective = on_collective
+        self.labelled = Labelled(ledger, world)
+        self.traffic = Traffic(ledger, world, on_collective)
         self.on_use = on_use
         self.seeding = False
+        self.stream: Stream | None = None
+        self.on_scaled: Callable[[torch.Tensor, float], None] | None = None
+        self.on_op: Callable[[], None] | None = None
         self._entered: Any = None
         self._inside = 0
-        # The same few questions come up thousands of times; answers depend on nothing else.
-        self._plans: dict[tuple[int, int, bool], list[tuple[int, Any, State]]] = {}
-        self._relabels: dict[tuple[int, int, int], int] = {}
-        self._calls: dict[Any, tuple[CollectiveCall, tuple[int, ...] | None]] = {}
-        self._results: dict[tuple[int, str, str | None, tuple[int, ...] | None], int] = {}
+
+    @property
+    def inside_dtensor_op(self) -> bool:
+        """Whether a DTensor's op is running: what runs inside is its own."""
+        return bool(self._inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
         kwargs = kwargs or {}
+        if self.on_op is not None and not self._inside and not in_backward():
+            self.on_op()
         if DTensor in types:
             if self._entered is func:
                 self._entered = None
                 return NotImplemented
             return self._dtensor_op(func, args, kwargs)
+        if self.stream is not None and not self._inside:  # a DTensor's labels say what its own numbers do
+            return self._numbered(self.stream, func, args, kwargs)
         return self._plain_op(func, args, kwargs)
 
     # ---- DTensor ops
@@ -115,7 +127,7 @@ class Flow(EagerMode):
         outs = [out] if isinstance(out, torch.Tensor) else flat(out)
         for o in outs:
             if isinstance(o, DTensor):
-                self.settle(o, ins)
+                self.labelled.settle(o, ins)
         phase = _phase_index()
         self.ops[func, phase, self._layouts_of(ins), self._layouts_of(outs)] += 1
         if phase == 0:
@@ -134,60 +146,46 @@ class Flow(EagerMode):
                 found.append(id(layout))
         return tuple(found)
 
-    def settle(self, out: DTensor, ins: list[torch.Tensor], *, alone: bool = False) -> None:
-        """Bring a DTensor's state in line with its placements, except where an input's label already lied.
-
-        Args:
-            out: the DTensor, result of an op or of `from_local`.
-            ins: what it was made from.
-            alone: it shares its storage with a plain tensor that must keep its own state.
-        """
-        local = local_of(out)
-        sid = self.ledger.get(local)
-        spec = spec_of(out)
-        plan_key = (id(self.world.layout(spec.mesh, spec.placements)), sid, alone)
-        plan = self._plans.get(plan_key)
-        if plan is None:
-            plan = self._plans[plan_key] = self._settle_plan(spec, sid, alone)
-        if not plan:
-            return
-        new = {d: state for d, label, state in plan if alone or not self._belied(ins, d, label)}
-        if new:
-            settled = tuple(new.get(d, state) for d, state in enumerate(self.ledger.vector(sid)))
-            write = self.ledger.put_alone if alone else self.ledger.put
-            write(local, self.ledger.sid(settled, grad=self.ledger.is_grad(sid)))
-
-    def _settle_plan(self, spec: Any, sid: int, alone: bool) -> list[tuple[int, Any, State]]:
-        """(mesh dim, label, settled state) where label and state differ."""
-        vector = self.ledger.vector(sid)
-        plan = []
-        for span, placement in zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
-            for d in span or ():
-                if not placement.is_replicate():
-                    settled = states.as_part(vector[d])
-                else:
-                    settled = vector[d] if alone else states.gathered(vector[d])
-                if settled is not vector[d]:
-                    plan.append((d, placement, settled))
-        return plan
-
-    def _belied(self, ins: list[torch.Tensor], dim: int, label: Any) -> bool:
-        """Whether an input has the same sort of label along a mesh dim and its state gives it the lie."""
-        for x in ins:
-            if not isinstance(x, DTensor):
-                continue
-            spec = spec_of(x)
-            for span, placement in zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
-                if not span or dim not in span:
-                    continue
-                equal = self.ledger.kind(self.ledger.get(x), dim) in (StateKind.INVARIANT, StateKind.ZERO)
-                if (placement.is_replicate() and label.is_replicate() and not equal) or (
-                    placement.is_partial() and label.is_partial() and equal
-                ):
-                    return True
-        return False
-
     # ---- plain ops and collectives
+
+    def _numbered(self, stream: Stream, func: Any, args: Any, kwargs: Any) -> Any:
+        """One op, of which it is known what differs between ranks: its numbers, or which tensors it is given."""
+        traits = _traits.get(func) or traits_of(func)
+        ins = flat(args) + flat(list(kwargs.values()))
+        known = ins if func._opname != "lift_fresh" else []  # made of numbers, at an address of no meaning
+        numbers = numbers_of(func, args, kwargs) if not traits.collective else 0
+        varying = stream.take(str(func), known, numbers)
+        self._vary_given(known, varying)
+        out = self._plain_op(func, args, kwargs)
+        outs = flat(out)
+        stream.made(outs, known)
+        dims = {d for d, which in varying if which == NUMBERS}
+        if dims and not traits.collective:
+            keys = {storage_key(local_of(x)) for x in ins}
+            for o in outs or (args[0] if traits.foreach_in_place else ()):
+                alone = not traits.mutates and storage_key(local_of(o)) in keys
+                self._vary(o, dims, cut=traits.views, alone=alone)
+        return out
+
+    def given(self, what: str, ins: list[torch.Tensor]) -> None:
+        """A call that is no op is about to read tensors: which ones may differ between ranks."""
+        if self.stream is not None:
+            self._vary_given(ins, self.stream.take(what, ins))
+
+    def _vary_given(self, ins: list[torch.Tensor], varying: tuple[tuple[int, int], ...]) -> None:
+        for d, which in varying:
+            if which != NUMBERS:
+                self._vary(ins[which], {d}, cut=True, alone=True)
+
+    def _vary(self, x: torch.Tensor, dims: set[int], *, cut: bool, alone: bool) -> None:
+        """A tensor differs between the ranks along some mesh dims, by a number or by which tensor it is."""
+        ledger = self.ledger
+        sid = ledger.get(x)
+        cut = cut and ledger.is_grad(sid)
+        new = ledger.changed(sid, lambda d, s: states.sliced(s, is_grad=cut) if d in dims else s)
+        if new != sid:
+            write = ledger.put_alone if alone else ledger.put
+            write(local_of(x), new)
 
     def _plain_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         traits = _traits.get(func) or traits_of(func)
@@ -202,11 +200,15 @@ class Flow(EagerMode):
         if not outs:
             if traits.foreach_in_place:
                 self._foreach_in_place(traits, args)
+                if traits.scales:
+                    self._tell_scaled(func, args, args[0])
             return out
         in_keys = [
             x.untyped_storage()._cdata if type(x) is torch.Tensor else storage_key(local_of(x)) for x in ins
         ]
-        if traits.zeros:
+        if traits.overwrites and ins and not covers(ins[0]):
+            sid = ledger.get_by(ins[0], in_keys[0])  # the rest of it is as it was
+        elif traits.zeros:
             sid = ledger.zero
         elif traits.fresh or not ins:
             sid = self._fresh(traits, ins)
@@ -228,9 +230,18 @@ class Flow(EagerMode):
             elif ledger.get_by(o, key) != sid:
                 # A view of an input must not rewrite the input.
                 ledger.put_alone(o, sid)
+        if traits.scales and len(ins) == len(outs):
+            self._tell_scaled(func, args, outs)
         if self.params and not in_backward():
             self._follow_param(func, ins, in_keys, out, out_keys)
         return out
+
+    def _tell_scaled(self, func: Any, args: Any, outs: list[torch.Tensor]) -> None:
+        number = args[1] if len(args) > 1 else None
+        if self.on_scaled is not None and isinstance(number, int | float) and number:
+            by = 1 / number if "div" in func._opname else number
+            for o in outs:
+                self.on_scaled(o, by)
 
     def _fresh(self, traits: OpTraits, ins: list[torch.Tensor]) -> int:
         ledger = self.ledger
@@ -253,58 +264,11 @@ class Flow(EagerMode):
                 ledger.put(x, ledger.combine(sids, adds=traits.adds))
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        call, dims = self._read(func, args)
-        ins = tensors(args, kwargs)
-        sent = call.inputs(ins)
-        ledger = self.ledger
-        sid = ledger.combine([ledger.get(x) for x in sent], adds=False) if sent else ledger.invariant
-        equal: tuple[int, ...] = ()
-        if call.reduces:
-            vector = ledger.vector(sid)
-            equal = tuple(d for d in dims or () if vector[d].kind is StateKind.INVARIANT)
-        # Told before it runs: a collective that never ends is the one to name.
-        self.on_collective(call, dims, sent[0] if sent else None, equal)
-        out = func(*args, **kwargs)
-        key = (sid, call.name, call.reduce_op, dims)
-        result = self._results.get(key)
-        if result is None:
-            result = self._results[key] = self._after(call, dims, sid)
-        for o in call.outputs(ins, flat(out)):
-            ledger.put(o, result)
-            self.params.pop(storage_key(local_of(o)), None)  # as in _follow_param; a boundary names it again
+        after_backward = not in_backward() and not in_recompute()
+        out, holders = self.traffic.run(func, args, kwargs, after_backward=after_backward)
+        for x in holders:
+            self.params.pop(storage_key(local_of(x)), None)  # as in _follow_param; a boundary names it again
         return out
-
-    def _read(self, func: Any, args: Any) -> tuple[CollectiveCall, tuple[int, ...] | None]:
-        """The collective and its mesh dims; functional ones name all but their tensor in plain arguments."""
-        key = (func, args[1:]) if args and isinstance(args[0], torch.Tensor) else None
-        try:
-            found = self._calls.get(key)
-        except TypeError:  # a list among them
-            key = found = None
-        if found is None:
-            call = read_collective(func, args)
-            found = call, self.world.dims_of_ranks(call.ranks)
-            if key is not None and func.namespace == "_c10d_functional":
-                self._calls[key] = found
-        return found
-
-    def _after(self, call: CollectiveCall, dims: tuple[int, ...] | None, sid: int) -> int:
-        """The state vector after a collective over ``dims``."""
-        grad = self.ledger.is_grad(sid)
-        sizes = self.world.sizes
-
-        def change(d: int, state: State) -> State:
-            if dims is None or d not in dims:
-                return state
-            if call.name == "all_reduce":
-                return states.reduced(state, sizes[d], call.reduce_op, is_grad=grad)
-            if call.name == "reduce_scatter":
-                return states.scattered(state, sizes[d], call.reduce_op, is_grad=grad)
-            if call.name in ("all_gather", "broadcast"):
-                return states.gathered(state)
-            return states.exchanged(state)
-
-        return self.ledger.changed(sid, change)
 
     # ---- parameters on their way to their use
 
@@ -320,42 +284,7 @@ class Flow(EagerMode):
                 return
             if not self._inside and torch.is_grad_enabled() and current_phase() is Phase.FORWARD:
                 self.on_use(func._opname, params[in_key], x, out)
-            break
         for key in out_keys:
             # A reused address must not inherit the name of what lived there before.
             if key in params and key not in in_keys:
                 del params[key]
-
-    # ---- relabels
-
-    def relabelled(
-        self, local: torch.Tensor, result: torch.Tensor, current: Any, target: Any
-    ) -> torch.Tensor:
-        """State after DTensor moved ``local`` from one set of placements to another (`relabelling`)."""
-        ledger = self.ledger
-        sid = ledger.get(local)
-        mesh: DeviceMesh = current.mesh
-        src = self.world.layout(mesh, current.placements)
-        dst = self.world.layout(mesh, target.placements)
-        key = (sid, id(src), id(dst))
-        new = self._relabels.get(key)
-        if new is None:
-            new = self._relabels[key] = self._relabel(sid, src, dst)
-        if storage_key(local_of(result)) == storage_key(local_of(local)):
-            ledger.put_alone(result, new)
-        else:
-            ledger.put(result, new)
-        return result
-
-    def _relabel(self, sid: int, src: Layout, dst: Layout) -> int:
-        ledger = self.ledger
-        before, after = (dict(zip(x.dims, x.placements, strict=True)) for x in (src, dst))
-        grad = ledger.is_grad(sid)
-
-        def change(d: int, state: State) -> State:
-            name = self.world.dims[d]
-            if name not in before:
-                return state
-            return states.relabel(state, before[name], after[name], self.world.sizes[d], is_grad=grad)
-
-        return ledger.changed(sid, change)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from placement_audit import callsite
 from placement_audit.case import Case
 from placement_audit.collectives import CollectiveCall
+from placement_audit.crossings import RawBoundary, RawCrossing
 from placement_audit.dtensor_api import dtype_name, local_of
 from placement_audit.flow import PHASES, Flow
-from placement_audit.intercept import RawBoundary, RawCrossing
+from placement_audit.grads import Grads
 from placement_audit.model import Layout, TensorInfo
 from placement_audit.tracing import (
     Boundary,
     Collective,
     GradCrossing,
     GradRecord,
+    LossRecord,
     OpCount,
     ParamRecord,
     ParamUse,
@@ -64,6 +66,7 @@ class Freezer:
         boundaries: in call order.
         collectives: in order.
         uses: FQN -> where it met the activations.
+        grads: the parameters' gradients, and where backwards began.
     """
 
     case: Case
@@ -72,6 +75,7 @@ class Freezer:
     boundaries: list[RawBoundary]
     collectives: list[RawCollective]
     uses: dict[str, list[RawUse]]
+    grads: Grads
     _sites: callsite.SiteTable = field(default_factory=callsite.SiteTable)
 
     def trace(self, run: RunRecord) -> Trace:
@@ -80,12 +84,12 @@ class Freezer:
         raw_boundaries = self.boundaries
         of_param: dict[str, list[int]] = {}
         for b in raw_boundaries:
-            if b.param_fqn is not None and b.phase is Phase.FORWARD:
+            if b.param_fqn is not None and b.phase is not Phase.RECOMPUTE:
                 of_param.setdefault(b.param_fqn, []).append(b.index)
         return Trace(
-            run=run,
+            run=replace(run, notes=(*run.notes, *self._untold())),
             mesh=self.flow.world.spec(self.case.device_type),
-            batch_dims=tuple(d for d in self.case.batch_dims if d in self.flow.world.dims),
+            batch_dims=self.flow.world.within(self.case.batch_dims),
             params=tuple(self._param(fqn, p, of_param, sites) for fqn, p in self.params),
             boundaries=tuple(self._boundary(b, sites) for b in raw_boundaries),
             collectives=tuple(self._frozen_collective(i, c, sites) for i, c in enumerate(self.collectives)),
@@ -93,18 +97,40 @@ class Freezer:
             assumed_invariant=self.flow.ledger.assumed,
             random_ops=self.flow.random_ops,
             reduce_dtype=self.case.reduce_dtype,
+            losses=tuple(
+                LossRecord(
+                    state=self.flow.ledger.vector(sid),
+                    call_site=sites.get(site),
+                    unsummed=tuple((self.flow.world.dims[d], fqn) for d, fqn in unsummed.items()),
+                )
+                for (sid, site), unsummed in self.grads.losses.items()
+            ),
         )
+
+    def _untold(self) -> list[str]:
+        """What cannot be judged of groups that are a part of a mesh dim."""
+        world = self.flow.world
+        groups = dict.fromkeys(c.call.ranks for c in self.collectives if c.dims is None)
+        return [
+            f"Collectives ran over ranks {list(ranks)}, a part of mesh dim "
+            f"{' and '.join(world.dims[i] for i in d)}: "
+            "what they share is not told apart from what they do not. Declare parameters that are replicated over "
+            f'a part of a mesh dim so, as on "{world.dims[d[0]]}[0,1]".'
+            for ranks in groups
+            if (d := tuple(world.parts_of_ranks(ranks)))
+        ]
 
     def _param(
         self, fqn: str, p: nn.Parameter, of_param: dict[str, list[int]], sites: callsite.SiteTable
     ) -> ParamRecord:
-        g = p.grad
+        g = self.grads.of(p)
         grad = None
+        own = self.flow.world.layout_of(p)
+        declared = self.flow.world.declared(self.case.declared.get(fqn)) if own is None else None
         if g is not None:
+            # A plain gradient is laid out like its plain parameter.
             grad = GradRecord(
-                layout=self.flow.world.layout_of(g),
-                state=self.flow.ledger.vector(self.flow.ledger.get(g)),
-                dtype=dtype_name(g),
+                layout=g.layout or declared, state=self.flow.ledger.vector(g.sid), dtype=g.dtype
             )
         uses = tuple(
             ParamUse(
@@ -118,7 +144,7 @@ class Freezer:
         )
         return ParamRecord(
             fqn=fqn,
-            layout=self.flow.world.layout_of(p),
+            layout=own or declared,
             tensor=TensorInfo(
                 global_shape=tuple(p.shape),
                 local_shape=tuple(local_of(p).shape),
@@ -146,6 +172,8 @@ class Freezer:
             value_state=self.flow.ledger.vector(b.value_sid),
             tensor=b.tensor,
             grad=self._crossing(b.grad) if b.grad is not None else None,
+            own_dims=b.own_dims,
+            name=b.name,
         )
 
     def _crossing(self, c: RawCrossing) -> GradCrossing:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed.tensor as dtensor_module
 from torch.distributed.tensor import DTensor
 
-from placement_audit import callsite, states
+from placement_audit import callsite
+from placement_audit.crossings import Crossings, RawBoundary, RawCrossing
 from placement_audit.dtensor_api import (
     dtype_name,
     in_backward,
@@ -28,51 +28,19 @@ from placement_audit.dtensor_api import (
     unwatched,
 )
 from placement_audit.flow import Flow, current_phase
-from placement_audit.model import REPLICATE, Layout, State, StateKind, TensorInfo
+from placement_audit.model import Layout, TensorInfo
 from placement_audit.tracing import Phase
 
 _METHODS = ("to_local", "from_local", "redistribute", "full_tensor")
-
-
-@dataclass(slots=True)
-class RawCrossing:
-    """A gradient on its way through a boundary; filled by the two hooks."""
-
-    order: int
-    arrived: Layout | None
-    arrived_sid: int
-    tensor: TensorInfo
-    left: Layout | None = None
-    left_sid: int = 0
-    arrived_print: Any = None
-    left_print: Any = None
-
-
-@dataclass(slots=True)
-class RawBoundary:
-    """A boundary call while the step runs; `placement_audit.trace` freezes it."""
-
-    index: int
-    kind: str
-    phase: Phase
-    site: callsite.RawSite | None
-    user_site: callsite.RawSite | None
-    module_fqn: str
-    param_fqn: str | None
-    src: Layout | None = None
-    dst: Layout | None = None
-    declared: Layout | None = None
-    value_sid: int = 0
-    tensor: TensorInfo | None = None
-    value_print: Any = None
-    grad: RawCrossing | None = field(default=None)
 
 
 class Interceptor:
     """Records the boundary calls of one step.
 
     Attributes:
+        flow: where states are kept.
         boundaries: in call order.
+        sketch: called with each activation, and each gradient of one, that crosses; kept with the crossing.
     """
 
     def __init__(
@@ -90,10 +58,12 @@ class Interceptor:
                 afterwards; None where there are no values.
         """
         self._fingerprint = fingerprint
+        self.sketch: Callable[[torch.Tensor], Any] | None = None
         self.boundaries: list[RawBoundary] = []
-        self._flow = flow
+        self.flow = flow
         self._ledger = flow.ledger
         self._world = flow.world
+        self._crossing = Crossings(flow.ledger, flow.world)
         self._module_fqn = module_fqn
         self._labelled: dict[tuple[int, int, int, str], int] = {}
         self._delivered: dict[tuple[int, int, int, int, int], int] = {}
@@ -143,12 +113,24 @@ class Interceptor:
         wrapped.__doc__ = original.__doc__
         return wrapped
 
-    # ---- forward
+    # ---- any boundary
 
-    def _call(self, kind: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        site, user_site, local_map = callsite.take(2)
+    @property
+    def busy(self) -> bool:
+        """Whether a DTensor boundary is running: what it calls is its own."""
+        return bool(self._depth)
+
+    def note(self, kind: str, x: torch.Tensor, *, printed: bool = True) -> RawBoundary:
+        """Write down a boundary call on ``x``.
+
+        Args:
+            kind: of the boundary.
+            x: what goes in.
+            printed: take its fingerprint, too; not where a collective may be writing it.
+        """
+        self.flow.given(kind, [x])
+        site, user_site, local_map = callsite.take(3, exact=True)
         phase = current_phase()
-        x = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
         raw = RawBoundary(
             index=len(self.boundaries),
             kind="local_map" if local_map else kind,
@@ -156,13 +138,48 @@ class Interceptor:
             site=site,
             user_site=user_site,
             module_fqn=self._module_fqn(),
-            param_fqn=self._flow.params.get(storage_key(local_of(x))) if phase is Phase.FORWARD else None,
+            param_fqn=self.flow.params.get(storage_key(local_of(x))) if phase is Phase.FORWARD else None,
             src=self._world.layout_of(x),
             value_sid=self._ledger.get(x),
             tensor=_info(x),
         )
-        raw.value_print = self._print(x)
+        if printed:
+            raw.value_print = self._print(x)
+            raw.value_sketch = self._sketched(raw, x)
         self.boundaries.append(raw)
+        return raw
+
+    @contextmanager
+    def within(self, raw: RawBoundary) -> Generator[None]:
+        """While the forward of a boundary runs that others may lie in."""
+        self._running.append(raw)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def arrived(self, raw: RawBoundary, arrived: torch.Tensor, *, printed: bool = True) -> RawCrossing:
+        """Write down a gradient that has come to a boundary; see `note`."""
+        raw.grad = crossing = RawCrossing(
+            self._crossings, self._world.layout_of(arrived), self._ledger.get(arrived), _info(arrived)
+        )
+        self._crossings += 1
+        if printed:
+            crossing.arrived_print = self._print(arrived)
+            crossing.arrived_sketch = self._sketched(raw, arrived)
+        return crossing
+
+    def left(self, raw: RawBoundary, g: torch.Tensor, sid: int) -> None:
+        """Write down what the gradient left as."""
+        if raw.grad is not None:
+            raw.grad.left_print, raw.grad.left_sketch = self._print(g), self._sketched(raw, g)
+            raw.grad.left, raw.grad.left_sid = self._world.layout_of(g), sid
+
+    # ---- forward
+
+    def _call(self, kind: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+        raw = self.note(kind, x)
         self._depth += 1
         self._running.append(raw)
         try:
@@ -172,10 +189,12 @@ class Interceptor:
             self._depth -= 1
         raw.dst = self._world.layout_of(out)
         if raw.src is None and isinstance(out, DTensor):
-            self._flow.settle(out, [x], alone=True)
-        raw.declared = self._declared(raw, kwargs.get("grad_placements"), x, out)
+            self.flow.labelled.settle(out, [x], alone=True)
+        side = x if isinstance(x, DTensor) else out
+        raw.declared = self._declared(kwargs.get("grad_placements"), side)
+        raw.own_dims = self._world.own_dims(side)
         if raw.param_fqn is not None and raw.phase is Phase.FORWARD:
-            self._flow.params[storage_key(local_of(out))] = raw.param_fqn
+            self.flow.params[storage_key(local_of(out))] = raw.param_fqn
         if out.grad_fn is not None and torch.is_grad_enabled():
             self._hook(raw, out.grad_fn, kind)
         return out
@@ -187,11 +206,14 @@ class Interceptor:
             # As it is: a collective that is still writing it is waited for.
             return self._fingerprint(x._local_tensor if isinstance(x, DTensor) else x)
 
-    def _declared(self, raw: RawBoundary, given: Any, x: Any, out: Any) -> Layout | None:
-        if given is None:
+    def _declared(self, given: Any, side: Any) -> Layout | None:
+        return None if given is None else self._world.layout(spec_of(side).mesh, tuple(given))
+
+    def _sketched(self, raw: RawBoundary, x: torch.Tensor) -> Any:
+        if self.sketch is None or raw.param_fqn is not None or raw.phase is not Phase.FORWARD:
             return None
-        mesh = spec_of(x if isinstance(x, DTensor) else out).mesh
-        return self._world.layout(mesh, tuple(given))
+        with unwatched():
+            return self.sketch(x)
 
     # ---- backward
 
@@ -200,12 +222,8 @@ class Interceptor:
             arrived, g = grads[0], outs[0]
             if arrived is None or g is None:
                 return
-            raw.grad = crossing = RawCrossing(
-                self._crossings, self._world.layout_of(arrived), self._ledger.get(arrived), _info(arrived)
-            )
-            self._crossings += 1
-            crossing.arrived_print, crossing.left_print = self._print(arrived), self._print(g)
-            crossing.left = self._world.layout_of(g)
+            crossing = self.arrived(raw, arrived)
+            self.left(raw, g, 0)
             if raw.src is not None and raw.dst is None:
                 self._into_dtensor(raw, g, kind)
             elif raw.src is None:
@@ -223,32 +241,11 @@ class Interceptor:
         key = (sid, id(raw.src), id(raw.grad.left), kind)
         new = self._labelled.get(key)
         if new is None:
-            new = self._label(raw, raw.src, raw.grad.left, sid, kind)
+            new = self._crossing.labelled(raw, raw.src, raw.grad.left, sid, kind)
             if new == sid:  # nobody is blamed: the same for every call like it
                 self._labelled[key] = new
         if new != sid:
             self._ledger.put_alone(g, new)
-
-    def _label(self, raw: RawBoundary, src: Layout, left: Layout, sid: int, kind: str) -> int:
-        label = dict(zip(left.dims, left.placements, strict=True))
-        forward = dict(zip(src.dims, src.placements, strict=True))
-        dims = self._ledger.dims
-
-        def change(d: int, state: State) -> State:
-            primal = REPLICATE if kind == "full_tensor" else forward.get(dims[d])
-            placement = label.get(dims[d])
-            if primal is None or placement is None:
-                return state
-            if primal.is_partial and state.kind is StateKind.AMBIGUOUS:
-                # The gradient of a term of a sum is the sum's gradient: equal is complete here.
-                state = State(StateKind.INVARIANT, state.scale, state.blame)
-            if primal.is_shard and placement == primal:
-                return states.as_part(state)
-            if states.belies(placement, state):
-                return states.blamed(state, raw.index)
-            return state
-
-        return self._ledger.changed(sid, change)
 
     def _out_of_dtensor(self, raw: RawBoundary, g: torch.Tensor) -> None:
         """Backward of `from_local`: the gradient of a varying plain tensor is varying."""
@@ -259,53 +256,11 @@ class Interceptor:
         key = (sid, raw.grad.arrived_sid, id(raw.dst), id(raw.declared), raw.value_sid)
         new = self._delivered.get(key)
         if new is None:
-            new = self._deliver(raw, raw.dst, sid, raw.grad.arrived_sid)
+            new = self._crossing.delivered(raw, raw.dst, sid, raw.grad.arrived_sid)
             if new == sid:
                 self._delivered[key] = new
         if new != found:
             self._ledger.put_alone(g, new)
-
-    def _deliver(self, raw: RawBoundary, dst: Layout, sid: int, arrived_sid: int) -> int:
-        forward = dict(zip(dst.dims, dst.placements, strict=True))
-        value = self._ledger.vector(raw.value_sid)
-        before = self._ledger.vector(arrived_sid)
-        dims = self._ledger.dims
-
-        def change(d: int, state: State) -> State:
-            placement = forward.get(dims[d])
-            if placement is None:
-                return state
-            rescaled = state.scale != before[d].scale and before[d].kind is StateKind.VARYING
-            if rescaled and self._declares_partial(raw, dims[d]):
-                state = states.blamed(state, raw.index)
-            if placement.is_partial and self._declares_partial(raw, dims[d]):
-                return _term_of_a_term(before[d], self._world.sizes[d], raw.index)
-            if placement.is_partial and state.kind is StateKind.INVARIANT:
-                return State(StateKind.AMBIGUOUS, state.scale, state.blame)
-            if placement.is_shard:
-                return states.as_part(state)
-            if value[d].kind is StateKind.VARYING and state.kind is StateKind.INVARIANT:
-                return State(StateKind.AMBIGUOUS, state.scale, state.blame)
-            return state
-
-        return self._ledger.changed(sid, change)
-
-    @staticmethod
-    def _declares_partial(raw: RawBoundary, mesh_dim: str) -> bool:
-        declared = raw.declared.on(mesh_dim) if raw.declared is not None else None
-        return declared is not None and declared.is_partial
-
-
-def _term_of_a_term(arrived: State, size: int, boundary: int) -> State:
-    """A value declared Partial, its gradient too: each rank's term should get the whole gradient.
-
-    What arrives complete is divided among the ranks; what arrives as a sum still to be made is passed on
-    with only this rank's term of it.
-    """
-    if arrived.kind is StateKind.INVARIANT:
-        scale = None if arrived.scale is None else arrived.scale / size
-        return states.blamed(State(StateKind.VARYING, scale, arrived.blame), boundary)
-    return states.blamed(State(StateKind.LOST, arrived.scale, arrived.blame), boundary)
 
 
 def _info(x: torch.Tensor) -> TensorInfo:

@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 
 from placement_audit.measurement import Measurement
 from placement_audit.model import REPLICATE, Placement, State, StateKind
 from placement_audit.rules.boundary import boundary_findings
+from placement_audit.rules.departures import located
 from placement_audit.rules.dtype import dtype_findings
 from placement_audit.rules.gradient import gradient_findings
+from placement_audit.rules.loss import loss_findings
 from placement_audit.rules.measured import measured_findings
+from placement_audit.rules.remedy import with_remedies
 from placement_audit.tracing import ParamRecord, Trace
-from placement_audit.verdicts import Evidence, Judgement, Outcome, Report, Severity, Verdict
+from placement_audit.verdicts import GOOD, Evidence, Judgement, Outcome, Report, Severity, Verdict
 from placement_audit.weigh import Contradiction, weigh
 
+_NUMBERS = (
+    "Numbers that differ between ranks without being tensors (an offset taken from the rank) are not seen by "
+    "one rank's trace."
+)
 BLIND_SPOTS = (
     "A forward that is not what one device would compute (a mean over a local shard, a bias added on every "
     "rank before a sum) leaves no mark in placements; only values show it.",
     "A wrong divisor in the loss, or averaging what was already averaged, leaves no mark in placements; "
     "only values show it.",
-    "Numbers that differ between ranks without being tensors (an offset taken from the rank) are not seen by "
-    "one rank's trace.",
+    _NUMBERS,
     "Readers of gradients (clipping, the optimizer) ran after the trace and were not judged.",
 )
 """What a trace alone can't see; part of every traced report, so that it never reads as a clean bill."""
+
+_SAME = 1e-5
+"""Relative difference below which replicas count as equal."""
 
 MEASURED_BLIND_SPOTS = (
     "Numbers were taken of one step with one seed, in one dtype; a fault that needs other data (a capacity "
@@ -38,8 +49,24 @@ MEASURED_BLIND_SPOTS = (
 """What is left when real ranks were measured, too."""
 
 
-def judge(trace: Trace, measurement: Measurement | None = None) -> Report:
-    """Judge a trace, and what real ranks measured of the same step, where they did."""
+def _blind_spots(trace: Trace) -> tuple[str, ...]:
+    return tuple(x for x in BLIND_SPOTS if not (trace.other_ranks and x is _NUMBERS))
+
+
+def judge(
+    trace: Trace,
+    measurement: Measurement | None = None,
+    *,
+    apart: Mapping[str, tuple[float | None, ...]] | None = None,
+) -> Report:
+    """Judge a trace, and what real ranks measured of the same step, where they did.
+
+    Args:
+        trace: of the step.
+        measurement: of the same step.
+        apart: parameter -> how far its replicas differed before the step, by mesh dim, where ranks looked at no
+            more than that.
+    """
     baseline = {d: _baseline(trace, i, d) for i, d in enumerate(trace.mesh.dim_names)}
     judgements = tuple(
         _judgement(trace, p, i, d, baseline[d])
@@ -47,6 +74,7 @@ def judge(trace: Trace, measurement: Measurement | None = None) -> Report:
         if p.requires_grad
         for i, d in enumerate(trace.mesh.dim_names)
     )
+    judgements = tuple(_disagreeing(trace, j, (apart or {}).get(j.param_fqn)) for j in judgements)
     contradictions: tuple[Contradiction, ...] = ()
     if measurement is not None:
         weighed = weigh(trace, judgements, measurement, scale=math.prod(baseline.values(), start=Fraction(1)))
@@ -54,10 +82,13 @@ def judge(trace: Trace, measurement: Measurement | None = None) -> Report:
     findings = (
         *gradient_findings(trace, judgements),
         *boundary_findings(trace, judgements),
+        *(loss_findings(trace) if measurement is None else ()),
         *dtype_findings(trace),
     )
     if measurement is not None:
         findings += tuple(measured_findings(trace, judgements, measurement, contradictions))
+        findings = tuple(located(findings, measurement))
+    findings = with_remedies(trace, findings, judgements, measured=measurement is not None)
     order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
     findings = tuple(sorted(findings, key=lambda f: (order[f.severity], f.rule_id)))
     judged = any(j.verdict is not Verdict.NOT_JUDGED for j in judgements)
@@ -74,9 +105,24 @@ def judge(trace: Trace, measurement: Measurement | None = None) -> Report:
         exit_status=status,
         judgements=judgements,
         findings=findings,
-        blind_spots=BLIND_SPOTS if measurement is None else MEASURED_BLIND_SPOTS,
+        blind_spots=_blind_spots(trace) if measurement is None else MEASURED_BLIND_SPOTS,
         trace=trace,
         measurement=measurement,
+    )
+
+
+def _disagreeing(trace: Trace, j: Judgement, spreads: tuple[float | None, ...] | None) -> Judgement:
+    """The verdict on a parameter whose replicas were none before the step."""
+    spread = spreads[trace.mesh.dim_names.index(j.mesh_dim)] if spreads else None
+    if spread is None or spread <= _SAME or j.verdict not in (*GOOD, Verdict.NOT_JUDGED):
+        return j
+    reason = f"the replicas differed by {spread:.2g} before the step"
+    return replace(
+        j,
+        verdict=Verdict.RANKS_DISAGREE,
+        factor=None,
+        reason=reason,
+        evidence=(*j.evidence, Evidence(strength="measured", statement=reason)),
     )
 
 

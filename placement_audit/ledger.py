@@ -25,6 +25,7 @@ class Ledger:
         dims: world mesh dim names, in mesh order.
         any_own: whether some tensor's state differs from its storage's.
         assumed: tensors met that nothing had written down; they were taken as invariant.
+        unclear: mesh dims that have had an ambiguous gradient of which not even a shard's own part is known.
     """
 
     def __init__(self, dims: tuple[str, ...], *, keep_alive: bool) -> None:
@@ -38,6 +39,7 @@ class Ledger:
         """
         self.dims = dims
         self.assumed = 0
+        self.unclear: set[int] = set()
         self._kept: list[torch.UntypedStorage] | None = [] if keep_alive else None
         self._by_storage: dict[int, int] = {}
         self._by_tensor: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -119,6 +119,7 @@ class StateKind(StrEnum):
     AMBIGUOUS = "ambiguous"
     MIXED = "mixed"
     LOST = "lost"
+    TERM = "term"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,8 @@ class CallSite:
         function: the function's name.
         code_line: the stripped source line, "" where it could not be read.
         package: top-level package the file belongs to ("torchtitan", "torch"), or None for a user's own file.
+        span: (line, column, end line, end column) of the call, lines 1-based, columns 0-based characters; None
+            where it is not known.
     """
 
     path: str
@@ -192,6 +195,7 @@ class CallSite:
     function: str
     code_line: str = ""
     package: str | None = None
+    span: tuple[int, int, int, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} in {self.function}"

@@ -19,6 +19,7 @@ _FRESH = frozenset(
     }
 )  # fmt: skip
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_", "zero", "_foreach_zero_"})
+_SCALES = frozenset({"div", "div_", "mul", "mul_", "_foreach_div", "_foreach_div_", "_foreach_mul", "_foreach_mul_"})
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "uniform", "multinomial", "exponential")
 _PASSES_ON = frozenset(
     {
@@ -41,6 +42,8 @@ class OpTraits:
         random: its result is random.
         adds: it adds its inputs up, as gradient accumulation does.
         copies: it overwrites its first input with its second.
+        overwrites: it overwrites its first input with what depends on no tensor.
+        scales: it multiplies or divides its first input by its second.
         mutates: its result is one of its inputs, changed.
         foreach_in_place: it changes lists of tensors and returns nothing.
         views: its results share its one input's storage, as its schema says.
@@ -54,6 +57,8 @@ class OpTraits:
     random: bool
     adds: bool
     copies: bool
+    overwrites: bool
+    scales: bool
     mutates: bool
     foreach_in_place: bool
     views: bool
@@ -76,6 +81,8 @@ def traits_of(func: Any) -> OpTraits:
         random=any(part in name for part in _RANDOM),
         adds=name in _ADDS,
         copies=name in ("copy_", "_foreach_copy_"),
+        overwrites=schema.is_mutable and (name in _ZEROS or name in _FRESH),
+        scales=name in _SCALES,
         mutates=schema.is_mutable,
         foreach_in_place=name.startswith("_foreach") and schema.is_mutable,
         views=_is_view(schema),

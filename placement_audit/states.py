@@ -17,6 +17,9 @@ States of a gradient (backward), for the gradient of a tensor that is
 *Ambiguous* is a gradient that a value declared Partial received: equal on all ranks, although each rank's
 value was its own term. For a replicated parameter that fed it, equal may mean complete (the forward counted
 it once by other means) or one term of a sum (it divided by the mesh dim's size): only values decide.
+*Term* is a varying gradient that is known to be one term of a sum: within the backward of an autograd
+function whose output was invariant, and nowhere else. There it must be told from a part, because a function
+that hands it to a varying input without summing it has lost the other terms.
 *Lost* is a gradient some of whose terms were thrown away (a sum over ranks that was cut into shards before
 it was summed); nothing downstream can mend it. *Zero* adds nothing and is neutral.
 
@@ -48,8 +51,15 @@ _RANK = {
     StateKind.AMBIGUOUS: 2,
     StateKind.VARYING: 3,
     StateKind.MIXED: 3,
-    StateKind.LOST: 4,
+    StateKind.TERM: 4,
+    StateKind.LOST: 5,
 }
+
+
+_A_COMPLETE_AND_A_PER_RANK_PART = (
+    {StateKind.INVARIANT, StateKind.VARYING},
+    {StateKind.INVARIANT, StateKind.TERM},
+)
 
 
 def blamed(state: State, boundary: int) -> State:
@@ -78,7 +88,7 @@ def combine(a: State, b: State, *, a_grad: bool, b_grad: bool, adds: bool) -> St
         return State(other.kind, other.scale, _merge(a.blame, b.blame))
     if StateKind.LOST in kinds:
         kind = StateKind.LOST
-    elif both and adds and kinds == {StateKind.INVARIANT, StateKind.VARYING}:
+    elif both and adds and kinds in _A_COMPLETE_AND_A_PER_RANK_PART:
         kind = StateKind.MIXED
     elif StateKind.MIXED in kinds:
         # A per-rank factor makes every rank's result its own; a sum, or an equal factor, stays mixed.
@@ -97,7 +107,7 @@ def reduced(state: State, size: int, reduce_op: str | None, *, is_grad: bool) ->
     kind = state.kind
     if kind is StateKind.ZERO:
         return state
-    if kind is StateKind.VARYING:
+    if kind in (StateKind.VARYING, StateKind.TERM):
         kind = StateKind.INVARIANT
     return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
 
@@ -106,20 +116,47 @@ def scattered(state: State, size: int, reduce_op: str | None, *, is_grad: bool) 
     """After a reduce-scatter over ``size`` ranks: each rank its own part of the sum."""
     if state.kind is StateKind.ZERO:
         return state
-    kind = StateKind.VARYING if state.kind is StateKind.INVARIANT else state.kind
+    kind = StateKind.VARYING if state.kind in (StateKind.INVARIANT, StateKind.TERM) else state.kind
     return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
 
 
 def gathered(state: State) -> State:
-    """After an all-gather or a broadcast: the same value everywhere."""
+    """After an all-gather: the same value everywhere."""
     if state.kind is StateKind.VARYING:
         return State(StateKind.INVARIANT, state.scale, state.blame)
+    if state.kind is StateKind.TERM:  # side by side: whether they are added up then, only values show
+        return State(StateKind.AMBIGUOUS, state.scale, state.blame)
     return state
 
 
-def exchanged(state: State) -> State:
-    """After an all-to-all or a scatter: each rank its own part."""
+def taken_from_one(state: State, *, is_term: bool) -> State:
+    """After a broadcast: one rank's value everywhere.
+
+    Args:
+        state: before.
+        is_term: it is a gradient, and varying means that each rank holds a term of it.
+    """
+    if state.kind is StateKind.TERM or (is_term and state.kind in (StateKind.VARYING, StateKind.MIXED)):
+        return State(StateKind.LOST, state.scale, state.blame)
+    return gathered(state)
+
+
+def exchanged(state: State, size: int, *, is_grad: bool) -> State:
+    """After an all-to-all: each rank its own part.
+
+    A gradient of something equal on all ranks that is dealt out so is added up after: that is the sum of the
+    ranks' pieces of each part, a reduce-scatter by hand.
+    """
+    if is_grad and state.kind in (StateKind.TERM, StateKind.INVARIANT):
+        return scattered(state, size, "sum", is_grad=True)
     return as_part(state)
+
+
+def over_a_part(state: State, ranks: int, reduce_op: str | None) -> State:
+    """A gradient after a reduction over some of the ranks along the mesh dim: a term still, if of fewer."""
+    if state.kind is StateKind.ZERO:
+        return state
+    return State(state.kind, _reduce_scale(state, ranks, reduce_op), state.blame)
 
 
 def as_part(state: State) -> State:
@@ -175,6 +212,58 @@ def relabel(state: State, src: Placement, dst: Placement, size: int, *, is_grad:
         scale /= size
     part = as_part(state)
     return State(part.kind, scale, state.blame)
+
+
+# --------------------------------------------------------------------------- autograd functions
+
+
+def of_a_value(value: State, grad: State) -> State:
+    """A gradient, read as the gradient of a value: that of a varying value is varying."""
+    return grad if value.kind in (StateKind.INVARIANT, StateKind.ZERO) else as_part(grad)
+
+
+def into_function(output: State, grad: State) -> State:
+    """A gradient at the output of an autograd function, on its way into the function's backward.
+
+    Args:
+        output: of the forward's output.
+        grad: of what arrives.
+    """
+    if output.kind is not StateKind.INVARIANT:
+        return as_part(grad)
+    if grad.kind is StateKind.VARYING:
+        return State(StateKind.TERM, grad.scale, grad.blame)
+    return grad
+
+
+def out_of_function(value: State, grad: State) -> State:
+    """A gradient that an autograd function's backward made for one of its inputs.
+
+    Whoever wrote the backward decides what it holds; what it means depends on the input. A complete gradient
+    of a varying input is that of each rank's own part. A term for a varying input is all that this rank will
+    ever have of it.
+
+    Args:
+        value: of the forward's input.
+        grad: of what the backward returned.
+    """
+    if value.kind is StateKind.INVARIANT or value.kind is StateKind.ZERO:
+        return State(StateKind.VARYING, grad.scale, grad.blame) if grad.kind is StateKind.TERM else grad
+    if grad.kind in (StateKind.TERM, StateKind.MIXED):
+        return State(StateKind.LOST, grad.scale, grad.blame)
+    return as_part(grad)
+
+
+def rescaled(state: State, by: Fraction) -> State:
+    """The same, so many times as large relative to the true gradient."""
+    return State(state.kind, None if state.scale is None else state.scale * by, state.blame)
+
+
+def sliced(state: State, *, is_grad: bool) -> State:
+    """After each rank took another part of it, by a number that differs between ranks."""
+    if is_grad and state.kind in (StateKind.TERM, StateKind.MIXED):
+        return State(StateKind.LOST, state.scale, state.blame)
+    return as_part(state)
 
 
 def belies(label: Placement, state: State) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from placement_audit import callsite
+from placement_audit.apart import Stream
 from placement_audit.case import Case
 from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
@@ -25,13 +26,14 @@ from placement_audit.dtensor_api import (
 )
 from placement_audit.flow import Flow
 from placement_audit.freeze import Freezer, RawCollective, RawUse
+from placement_audit.functions import Functions
+from placement_audit.grads import Grads
 from placement_audit.intercept import Interceptor
 from placement_audit.ledger import Ledger
 from placement_audit.model import State, StateKind
-from placement_audit.tracing import (
-    RunRecord,
-    Trace,
-)
+from placement_audit.scaling import Scaling
+from placement_audit.tracing import Phase, RunRecord, Trace
+from placement_audit.traffic import Dims
 from placement_audit.world import World
 
 _VARYING = State(StateKind.VARYING)
@@ -57,7 +59,7 @@ class Tracer:
         """
         self._case = case
         self._progress = on_progress
-        self.world = World(case.mesh)
+        self.world = World.of(case)
         self.ledger = Ledger(self.world.dims, keep_alive=case.device_type == "meta")
         self.flow = Flow(self.ledger, self.world, on_collective=self._collective, on_use=self._use)
         self._modules: list[str] = []
@@ -67,42 +69,83 @@ class Tracer:
         self._params: list[tuple[str, nn.Parameter]] = [
             (clean_fqn(n), p) for n, p in case.model.named_parameters(remove_duplicate=False)
         ]
+        self.functions = Functions(self.interceptor)
+        self.grads = Grads(self.interceptor, self._params, case.batch_dims)
+        self.flow.traffic.on_reduced = self._reduced
+        self._scaling = Scaling(self.interceptor, case.batch_dims)
+        self.flow.on_scaled = self._scaling.scaled
+
+    @property
+    def stream(self) -> Stream | None:
+        """The plain ops that ran, where they are wanted."""
+        return self.flow.stream
+
+    @stream.setter
+    def stream(self, stream: Stream) -> None:
+        self.flow.stream = stream
 
     # ---- running
 
     def run(self) -> object:
         """Run the step once, watched; returns what the step returned, this rank's loss."""
-        self._annotate()
         for _, p in self._params:
             p.grad = None
+        with self.watching():
+            return self._case.step()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Watch what runs while this is open."""
+        self._annotate()
         with ExitStack() as stack:
+            if self._case.catching is not None:
+                stack.enter_context(self._case.catching(self.take_batch))
             stack.enter_context(self._module_hooks())
             stack.enter_context(
-                replaced_everywhere(relabelling(self.flow.relabelled) | self.interceptor.functions())
+                replaced_everywhere(relabelling(self.flow.labelled.relabelled) | self.interceptor.functions())
             )
             stack.enter_context(self.interceptor.installed())
-            stack.enter_context(self._seeding())
+            stack.enter_context(self.functions.installed())
+            stack.enter_context(self.grads.installed())
             stack.enter_context(self.flow)
-            return self._case.step()
+            yield
 
     def _annotate(self) -> None:
         """Write down what comes from outside: parameters, buffers and the batch."""
         ledger, world = self.ledger, self.world
         for fqn, p in self._params:
+            declared = world.declared(self._case.declared.get(fqn))
             vector = [_INVARIANT] * len(world.dims)
+            if declared is not None and not isinstance(p, DTensor):
+                vector = [_INVARIANT if x.is_replicate else _VARYING for x in declared.placements]
             if isinstance(p, DTensor):
                 spec = spec_of(p)
                 for span, placement in zip(world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
                     for d in span or ():
                         vector[d] = _INVARIANT if placement.is_replicate() else _VARYING
             ledger.put(p, ledger.sid(tuple(vector), grad=False))
+            if self.stream is not None:
+                self.stream.named(p, "parameter", fqn)
             self.flow.params.setdefault(storage_key(local_of(p)), fqn)
         ledger.put(rank_map_of(self._case.mesh), ledger.invariant)
-        for b in self._case.model.buffers():
+        for fqn, b in self._case.model.named_buffers():
             ledger.put(b, ledger.invariant)
-        batch = tuple(_VARYING if d in self._case.batch_dims else _INVARIANT for d in world.dims)
-        for x in self._case.inputs:
-            ledger.put(x, ledger.sid(batch, grad=False))
+            if self.stream is not None:
+                self.stream.named(b, "buffer", fqn)
+        for i, x in enumerate(self._case.inputs):
+            self.take_batch(x)
+            if self.stream is not None:
+                self.stream.named(x, "input", i)
+
+    def take_batch(self, x: torch.Tensor) -> None:
+        """Write down a tensor of the batch; a DTensor's own mesh dims are as its placements say."""
+        vector = [_VARYING if d in self._case.batch_dims else _INVARIANT for d in self.world.parents]
+        if isinstance(x, DTensor):
+            spec = spec_of(x)
+            for span, placement in zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
+                for d in span or ():
+                    vector[d] = _INVARIANT if placement.is_replicate() else _VARYING
+        self.ledger.put(x, self.ledger.sid(tuple(vector), grad=False))
 
     @contextmanager
     def _module_hooks(self) -> Generator[None]:
@@ -126,28 +169,12 @@ class Tracer:
             for h in handles:
                 h.remove()
 
-    @contextmanager
-    def _seeding(self) -> Generator[None]:
-        """Tell the flow when autograd makes the first gradient."""
-        original = torch.autograd.backward
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            self.flow.seeding = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.flow.seeding = False
-
-        torch.autograd.backward = backward
-        try:
-            yield
-        finally:
-            torch.autograd.backward = original
-
     def fingerprints(self) -> list[tuple[int, Any, Any, Any]]:
         """(boundary, of its value, of the gradient that arrived, of the one that left), in call order."""
         found = []
         for b in self.interceptor.boundaries:
+            if b.phase is Phase.BACKWARD:
+                continue  # a collective on a gradient: while it runs there is nothing to take a print of
             arrived, left = (b.grad.arrived_print, b.grad.left_print) if b.grad is not None else (None, None)
             found.append((b.index, b.value_print, arrived, left))
         return found
@@ -165,6 +192,11 @@ class Tracer:
         equal: tuple[int, ...],
     ) -> None:
         owner, phase = self.interceptor.running()
+        if owner is not None:
+            owner.spanned.update(dims or ())
+            owner.summed.append((sent.numel() if sent is not None else 0, equal))
+        elif phase is Phase.FORWARD and sent is not None and self.ledger.is_grad(self.ledger.get(sent)):
+            phase = Phase.BACKWARD  # by hand, after it
         raw = RawCollective(
             call=call,
             dims=dims,
@@ -180,6 +212,12 @@ class Tracer:
             where = "x".join(self.world.dims[d] for d in dims) if dims else f"ranks {list(call.ranks)}"
             self._progress(f"{call.name} #{len(self._collectives)} over {where} in {raw.phase}")
         self._collectives.append(raw)
+
+    def _reduced(self, call: CollectiveCall, dims: Dims, sent: torch.Tensor, before: int, after: int) -> int:
+        after, raw = self.grads.reduced(call, sent, before, self._scaling.reduced(sent, before, after))
+        if raw is not None:
+            self._collectives[-1].boundary = raw.index
+        return after
 
     def _use(self, op: str, fqn: str, x: torch.Tensor, out: Any) -> None:
         uses = self._uses.setdefault(fqn, [])
@@ -202,6 +240,7 @@ class Tracer:
             boundaries=self.interceptor.boundaries,
             collectives=self._collectives,
             uses=self._uses,
+            grads=self.grads,
         ).trace(run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from placement_audit.model import CallSite, Layout, MeshSpec, State, TensorInfo
+from placement_audit.model import CallSite, Layout, MeshSpec, Placement, State, TensorInfo
 
 
 class Phase(StrEnum):
@@ -38,13 +38,27 @@ class GradCrossing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnDim:
+    """One dim of a DTensor's own mesh.
+
+    Attributes:
+        spans: the world mesh dims that it spans; () for a mesh dim of one rank.
+        placement: the tensor's there.
+    """
+
+    spans: tuple[str, ...]
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
     """One call that crosses between DTensor and plain tensors or between placements.
 
     Attributes:
         index: position in ``Trace.boundaries``.
-        kind: "to_local", "from_local", "redistribute", "full_tensor", "distribute_tensor" or "local_map".
-        phase: forward or recompute.
+        kind: "to_local", "from_local", "redistribute", "full_tensor", "distribute_tensor" or "local_map";
+            "autograd_function"; or the collective's name where one was run on a gradient, outside all others.
+        phase: forward or recompute; backward for a collective on a gradient.
         call_site: first frame outside DTensor's own core: user code, or a torch TP style.
         user_site: first frame outside torch; equal to ``call_site`` for user code.
         module_fqn: the module whose forward was running, "" for the root.
@@ -57,6 +71,9 @@ class Boundary:
         value_state: per world mesh dim, the state of the input value.
         tensor: of the input.
         grad: the gradient's way back through it; None where none came.
+        own_dims: the DTensor's own mesh, dim by dim; () where that is what ``src`` (or ``dst``) says, one world
+            mesh dim each.
+        name: of an autograd function, its class; else "".
     """
 
     index: int
@@ -72,6 +89,8 @@ class Boundary:
     value_state: tuple[State, ...]
     tensor: TensorInfo
     grad: GradCrossing | None = None
+    own_dims: tuple[OwnDim, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +205,22 @@ class ParamRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossRecord:
+    """A plain tensor that a backward began at.
+
+    Attributes:
+        state: per world mesh dim.
+        call_site: first frame outside torch.
+        unsummed: (mesh dim, FQN) of parameters sharded on it that reach it with no collective over it between,
+            one a mesh dim.
+    """
+
+    state: tuple[State, ...]
+    call_site: CallSite
+    unsummed: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """What ran: enough to repeat it.
 
@@ -233,6 +268,8 @@ class Trace:
         assumed_invariant: tensors that came from outside the trace and were taken as equal on all ranks.
         random_ops: random ops, taken as equal on all ranks.
         reduce_dtype: the dtype that the job wants gradients reduced in; None where it wants none.
+        losses: where backwards began, each place once.
+        other_ranks: ranks that were traced as well, one a mesh dim, to know the numbers that differ; () for none.
     """
 
     run: RunRecord
@@ -245,3 +282,5 @@ class Trace:
     assumed_invariant: int
     random_ops: int
     reduce_dtype: str | None = None
+    losses: tuple[LossRecord, ...] = ()
+    other_ranks: tuple[int, ...] = ()

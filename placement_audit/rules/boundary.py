@@ -8,7 +8,7 @@ from placement_audit.model import Placement, StateKind
 from placement_audit.rules.finding import make_finding
 from placement_audit.states import belies
 from placement_audit.tracing import Boundary, Phase, Trace
-from placement_audit.verdicts import GOOD, Evidence, Finding, Judgement, PathStep
+from placement_audit.verdicts import GOOD, Evidence, Finding, Judgement, PathStep, Severity
 
 
 def boundary_findings(trace: Trace, judgements: tuple[Judgement, ...]) -> Iterator[Finding]:
@@ -144,6 +144,7 @@ def _summed_twice_in_forward(trace: Trace) -> Iterator[Finding]:
             continue
         for name in c.already_equal:
             owner = trace.boundaries[c.boundary] if c.boundary is not None else None
+            carries = owner is not None and owner.kind == "autograd_function" and owner.grad is not None
             site = owner.call_site if owner is not None else c.call_site
             path = ()
             if site is not None:
@@ -166,4 +167,6 @@ def _summed_twice_in_forward(trace: Trace) -> Iterator[Finding]:
                 evidence=(Evidence(strength="traced", statement=f"{c.numel} elements, {c.dtype}"),),
                 path=path,
                 next_step="fine for counting ranks; else drop the collective or divide",
+                # What is counted for its own sake has no gradient.
+                severity=Severity.WARNING if carries else None,
             )

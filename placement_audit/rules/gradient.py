@@ -109,7 +109,7 @@ def _path(
     steps = [
         PathStep(
             role=("cause: " if n == 0 else "") + _role(trace.boundaries[i], dim, j.mesh_dim),
-            kind=trace.boundaries[i].kind,
+            kind=called(trace.boundaries[i]),
             call_site=trace.boundaries[i].call_site,
             boundary=i,
         )
@@ -120,12 +120,13 @@ def _path(
         b = trace.boundaries[i]
         partner = None if i in named else _partner(b, dim, j, reductions.get(i, []))
         if partner is not None:
-            steps.append(PathStep(role=partner, kind=b.kind, call_site=b.call_site, boundary=i))
+            steps.append(PathStep(role=partner, kind=called(b), call_site=b.call_site, boundary=i))
     if not steps:
         # Nothing on the way is to blame: the reduction that is due stands nowhere. Say where the use is.
         steps += [
             PathStep(
-                role=f"used here by {u.op}; nothing reduces its gradient",
+                role=f"used here by {u.op}{f' in {u.module_fqn}' if u.module_fqn else ''}; "
+                "nothing reduces its gradient",
                 kind="op",
                 call_site=u.call_site,
                 boundary=-1,
@@ -135,11 +136,23 @@ def _path(
     return tuple(steps)
 
 
+def called(b: Boundary) -> str:
+    """What a boundary is called by those who wrote it."""
+    return f"{b.kind} {b.name}" if b.name else b.kind
+
+
+def _is_code_of_its_own(b: Boundary) -> bool:
+    """An autograd function, or a collective on a gradient: no label says what it does."""
+    return b.kind == "autograd_function" or b.phase is Phase.BACKWARD
+
+
 def _role(b: Boundary, dim: int, mesh_dim: str) -> str:
     """What a blamed boundary did to the gradient."""
     if b.grad is None:
         return "changed the gradient"
     arrived, left = b.grad.arrived_state[dim], b.grad.left_state[dim]
+    if _is_code_of_its_own(b):
+        return _own_role(b, arrived, left)
     label = b.grad.left.on(mesh_dim) if b.grad.left is not None else None
     if label is not None and belies(label, left):
         return f"labels the gradient {label} although it is {_really(left)}"
@@ -151,6 +164,17 @@ def _role(b: Boundary, dim: int, mesh_dim: str) -> str:
         )
         return f"changes the gradient's placement and scales it by {ratio}"
     return "passes the gradient on"
+
+
+def _own_role(b: Boundary, arrived: State, left: State) -> str:
+    whose = "its backward" if b.phase is not Phase.BACKWARD else "it"
+    if left.kind is StateKind.LOST and arrived.kind is not StateKind.LOST:
+        return f"{whose} hands on one rank's term of the gradient, and the other ranks' terms are gone"
+    if arrived.scale is not None and left.scale is not None and arrived.scale != left.scale:
+        if left.scale > arrived.scale:
+            return f"{whose} sums a gradient that is complete already"
+        return f"the forward sums what is equal already, and {whose} does not: {left.scale / arrived.scale} of it"
+    return "changes the gradient's scale"
 
 
 def _really(state: State) -> str:
@@ -190,6 +214,10 @@ def _partner(b: Boundary, dim: int, j: Judgement, ran: list[Collective]) -> str 
 def _next_step(j: Judgement, path: tuple[PathStep, ...]) -> str:
     cause = path[0].kind if path and path[0].boundary >= 0 else None
     mesh_dim = j.mesh_dim
+    if cause is not None and cause.startswith("autograd_function"):
+        if j.verdict is Verdict.LOST_REDUCTION:
+            return f'sum the gradient over "{mesh_dim}" in the backward of the function above'
+        return f'make the backward of the function above fit its forward on "{mesh_dim}": one sum on the whole way'
     match j.verdict:
         case Verdict.LOST_REDUCTION if cause in ("to_local", "full_tensor"):
             return f'give this {cause} grad_placements with Partial() on "{mesh_dim}"; explain PA201 for more'

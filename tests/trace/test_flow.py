@@ -25,8 +25,8 @@ V, I, Z = VARYING, INVARIANT, ZERO  # noqa: E741
 class Bench:
     """A flow on (dp 2, tp 2) with two plain tensors: ``x`` varies over dp, ``y`` over tp."""
 
-    def __init__(self) -> None:
-        self.mesh: DeviceMesh = fake_mesh(dp=2, tp=2)
+    def __init__(self, dp: int = 2, tp: int = 2) -> None:
+        self.mesh: DeviceMesh = fake_mesh(dp=dp, tp=tp)
         self.world = World(self.mesh)
         self.ledger = Ledger(self.world.dims, keep_alive=True)
         self.calls: list[tuple[str, tuple[int, ...] | None, tuple[int, ...]]] = []
@@ -37,9 +37,10 @@ class Bench:
             on_use=lambda *_: None,
         )
         self.x, self.y, self.w = torch.randn(4, 6), torch.randn(4, 6), torch.randn(4, 6)
-        self.put(self.x, V, I)
-        self.put(self.y, I, V)
-        self.put(self.w, I, I)
+        if dp > 1 and tp > 1:
+            self.put(self.x, V, I)
+            self.put(self.y, I, V)
+            self.put(self.w, I, I)
 
     def put(self, t: torch.Tensor, *states: Any) -> None:
         self.ledger.put(t, self.ledger.sid(tuple(states), grad=False))

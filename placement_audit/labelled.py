@@ -1,0 +1,113 @@
+"""What DTensor's labels make of a state: the results of its ops, and its relabels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from placement_audit import states
+from placement_audit.dtensor_api import DTensor, local_of, spec_of, storage_key
+from placement_audit.ledger import Ledger
+from placement_audit.model import Layout, State, StateKind
+from placement_audit.world import World
+
+
+class Labelled:
+    """Brings states in line with placements, where those are to be believed."""
+
+    def __init__(self, ledger: Ledger, world: World) -> None:
+        """See the class."""
+        self.ledger = ledger
+        self.world = world
+        # The same few questions come up thousands of times; answers depend on nothing else.
+        self._plans: dict[tuple[int, int, bool], list[tuple[int, Any, State]]] = {}
+        self._relabels: dict[tuple[int, int, int], int] = {}
+
+    def settle(self, out: DTensor, ins: list[torch.Tensor], *, alone: bool = False) -> None:
+        """Bring a DTensor's state in line with its placements, except where an input's label already lied.
+
+        Args:
+            out: the DTensor, result of an op or of `from_local`.
+            ins: what it was made from.
+            alone: it shares its storage with a plain tensor that must keep its own state.
+        """
+        local = local_of(out)
+        sid = self.ledger.get(local)
+        spec = spec_of(out)
+        plan_key = (id(self.world.layout(spec.mesh, spec.placements)), sid, alone)
+        plan = self._plans.get(plan_key)
+        if plan is None:
+            plan = self._plans[plan_key] = self._settle_plan(spec, sid, alone)
+        if not plan:
+            return
+        new = {d: state for d, label, state in plan if alone or not self._belied(ins, d, label)}
+        if new:
+            settled = tuple(new.get(d, state) for d, state in enumerate(self.ledger.vector(sid)))
+            write = self.ledger.put_alone if alone else self.ledger.put
+            write(local, self.ledger.sid(settled, grad=self.ledger.is_grad(sid)))
+
+    def _settle_plan(self, spec: Any, sid: int, alone: bool) -> list[tuple[int, Any, State]]:
+        """(mesh dim, label, settled state) where label and state differ."""
+        vector = self.ledger.vector(sid)
+        plan = []
+        for span, placement in zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
+            for d in span or ():
+                if not placement.is_replicate():
+                    settled = states.as_part(vector[d])
+                else:
+                    settled = vector[d] if alone else states.gathered(vector[d])
+                if settled is not vector[d]:
+                    plan.append((d, placement, settled))
+        return plan
+
+    def _belied(self, ins: list[torch.Tensor], dim: int, label: Any) -> bool:
+        """Whether an input has the same sort of label along a mesh dim and its state gives it the lie."""
+        for x in ins:
+            if not isinstance(x, DTensor):
+                continue
+            spec = spec_of(x)
+            for span, placement in zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
+                if not span or dim not in span:
+                    continue
+                equal = self.ledger.kind(self.ledger.get(x), dim) in (StateKind.INVARIANT, StateKind.ZERO)
+                if (placement.is_replicate() and label.is_replicate() and not equal) or (
+                    placement.is_partial() and label.is_partial() and equal
+                ):
+                    return True
+        return False
+
+    def relabelled(
+        self, local: torch.Tensor, result: torch.Tensor, current: Any, target: Any
+    ) -> torch.Tensor:
+        """State after DTensor moved ``local`` from one set of placements to another (`relabelling`)."""
+        ledger = self.ledger
+        sid = ledger.get(local)
+        mesh: DeviceMesh = current.mesh
+        src = self.world.layout(mesh, current.placements)
+        dst = self.world.layout(mesh, target.placements)
+        key = (sid, id(src), id(dst))
+        new = self._relabels.get(key)
+        if new is None:
+            new = self._relabels[key] = self._relabel(sid, src, dst)
+        if storage_key(local_of(result)) == storage_key(local_of(local)):
+            ledger.put_alone(result, new)
+        else:
+            ledger.put(result, new)
+        return result
+
+    def _relabel(self, sid: int, src: Layout, dst: Layout) -> int:
+        ledger = self.ledger
+        before, after = (dict(zip(x.dims, x.placements, strict=True)) for x in (src, dst))
+        grad = ledger.is_grad(sid)
+
+        def change(d: int, state: State) -> State:
+            name = self.world.dims[d]
+            if name not in before:
+                return state
+            if state.kind in (StateKind.AMBIGUOUS, StateKind.TERM) and before[name] != after[name]:
+                ledger.unclear.add(d)
+            return states.relabel(state, before[name], after[name], self.world.sizes[d], is_grad=grad)
+
+        return ledger.changed(sid, change)

@@ -1,0 +1,103 @@
+"""Follows what code of one's own multiplies a gradient by: 1/n after a sum over n ranks makes an average of it.
+
+Autograd's own ops are no such code: that a forward divides shows in its backward as well, and changes nothing of
+how the gradient relates to the true one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from fractions import Fraction
+
+import torch
+
+from placement_audit import states
+from placement_audit.dtensor_api import (
+    DTensor,
+    accumulating,
+    in_backward,
+    in_recompute,
+    local_of,
+    storage_key,
+)
+from placement_audit.intercept import Interceptor
+from placement_audit.model import State
+from placement_audit.tracing import Phase
+
+_LARGEST = 1 << 20
+"""Numbers of ranks that are thought of."""
+
+
+class Scaling:
+    """The multiplications of one step."""
+
+    def __init__(self, interceptor: Interceptor, batch_dims: Collection[str]) -> None:
+        """See the class.
+
+        Args:
+            interceptor: knows the boundary that is running.
+            batch_dims: mesh dims over which the batch varies.
+        """
+        self._interceptor = interceptor
+        self._flow = interceptor.flow
+        self._before: dict[int, tuple[Fraction, int | None]] = {}
+        self._batch = [parent in batch_dims for parent in interceptor.flow.world.parents]
+
+    def scaled(self, x: torch.Tensor, by: float) -> None:
+        """A tensor was multiplied by a number: by how many ranks, and along which mesh dim?"""
+        factor = Fraction(by).limit_denominator(_LARGEST) if by > 0 else Fraction(1)
+        ranks = factor if factor > 1 else 1 / factor if factor else Fraction(1)
+        if ranks == 1 or ranks not in self._flow.world.sizes or isinstance(x, DTensor):
+            return
+        owner, phase = self._interceptor.running()
+        function = owner if owner is not None and owner.kind == "autograd_function" else None
+        if function is not None and phase is not Phase.BACKWARD:
+            function.scaled = True
+            return
+        ledger = self._flow.ledger
+        vector = ledger.vector(ledger.get(x))
+        if not ledger.is_grad(ledger.get(x)):
+            return
+        fitting = [d for d, size in enumerate(self._flow.world.sizes) if size == ranks]
+        off = [d for d in fitting if vector[d].scale == 1 / factor]
+        if function is not None:
+            # Where the forward scaled too, it is a derivative that is taken.
+            if len(off) == 1 and not function.scaled:
+                self._rescale(x, off[0], factor)
+        elif accumulating() is not None or not (in_backward() or in_recompute()):
+            of_batch = [d for d in fitting if self._batch[d]]
+            at = next((found[0] for found in (off, of_batch) if len(found) == 1), None)
+            if at is not None:
+                self._rescale(x, at, factor)
+            if at not in off:
+                self._before[storage_key(local_of(x))] = factor, at
+
+    def reduced(self, x: torch.Tensor, before: int, after: int) -> int:
+        """The state after a reduction that is an average, for what it counts too often was divided before."""
+        ledger = self._flow.ledger
+        found = self._before.get(storage_key(local_of(x)))
+        was, now = ledger.vector(before), ledger.vector(after)
+        if found is None:
+            return after
+        factor, at = found
+        too_large = [
+            d
+            for d, (a, b) in enumerate(zip(was, now, strict=True))
+            if a.scale is not None and b.scale is not None and b.scale * factor == a.scale and d != at
+        ]
+        if len(too_large) != 1:
+            return after
+        del self._before[storage_key(local_of(x))]
+
+        def change(d: int, state: State) -> State:
+            if d == at:
+                return states.rescaled(state, 1 / factor)
+            return states.rescaled(state, factor) if d in too_large else state
+
+        return ledger.changed(after, change)
+
+    def _rescale(self, x: torch.Tensor, at: int, factor: Fraction) -> None:
+        ledger = self._flow.ledger
+        ledger.put(
+            x, ledger.changed(ledger.get(x), lambda d, s: states.rescaled(s, factor) if d == at else s)
+        )

@@ -1,0 +1,162 @@
+"""What collectives make of states: which mesh dims a group spans, what it takes in and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from placement_audit import states
+from placement_audit.collectives import PEER_TO_PEER, CollectiveCall, read_collective
+from placement_audit.ledger import Ledger
+from placement_audit.model import State, StateKind
+from placement_audit.world import World
+
+Dims = tuple[int, ...] | None
+"""Indices of world mesh dims; None where a group spans none of them whole."""
+
+
+class Traffic:
+    """The collectives of one step.
+
+    Attributes:
+        on_collective: called before each, for one that never ends is the one to name: (call, mesh dims, what is
+            sent, mesh dims along which that is equal already).
+        on_reduced: called with (call, mesh dims, what was sent, state before, state after) where a gradient
+            changed; gives the state after, perhaps with more to its story. None for nobody.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        world: World,
+        on_collective: Callable[[CollectiveCall, Dims, torch.Tensor | None, tuple[int, ...]], None],
+    ) -> None:
+        """See the class."""
+        self._ledger = ledger
+        self._world = world
+        self.on_collective = on_collective
+        self.on_reduced: Callable[[CollectiveCall, Dims, torch.Tensor, int, int], int] | None = None
+        # The same few questions come up thousands of times; answers depend on nothing else.
+        self._calls: dict[Any, tuple[CollectiveCall, Dims]] = {}
+        self._results: dict[tuple[int, str, str | None, Dims, bool], int] = {}
+        self._sent = ledger.invariant
+        self._awaited: list[tuple[torch.Tensor, Dims]] = []
+
+    def run(
+        self, func: Any, args: Any, kwargs: Any, *, after_backward: bool
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Run one collective op; returns its result and the tensors that hold it.
+
+        Args:
+            func: the op.
+            args: its arguments.
+            kwargs: likewise.
+            after_backward: no backward is running: a varying gradient is then a term of a sum for sure.
+        """
+        call, dims = self._read(func, args)
+        ledger = self._ledger
+        sent = call.inputs(args)
+        sids = [ledger.get(x) for x in sent] or [ledger.invariant]
+        equal: tuple[int, ...] = ()
+        if call.reduces:
+            # Of a coalesced call one is enough to tell.
+            vectors = [ledger.vector(sid) for sid in dict.fromkeys(sids)]
+            equal = tuple(d for d in dims or () if any(v[d].kind is StateKind.INVARIANT for v in vectors))
+        self.on_collective(call, dims, sent[0] if sent else None, equal)
+        out = func(*args, **kwargs)
+        if call.name in PEER_TO_PEER:
+            return out, self._peer(call, dims, ledger.combine(sids, adds=False), args, out)
+        holders = []
+        for sources, targets in call.pairs(args, out):
+            sid = (
+                ledger.combine([ledger.get(x) for x in sources], adds=False) if sources else ledger.invariant
+            )
+            key = (sid, call.name, call.reduce_op, dims, after_backward)
+            result = self._results.get(key) if dims is not None else None
+            if result is None:
+                result = self._results[key] = self._after(call, dims, sid, after_backward)
+            if self.on_reduced is not None and sources and result != sid and ledger.is_grad(sid):
+                result = self.on_reduced(call, dims, sources[0], sid, result)
+            for x in targets:
+                ledger.put(x, result)
+            holders += targets
+        return out, holders
+
+    def _read(self, func: Any, args: Any) -> tuple[CollectiveCall, Dims]:
+        """The collective and its mesh dims; functional ones name all but their tensor in plain arguments."""
+        key = (func, args[1:]) if args and isinstance(args[0], torch.Tensor) else None
+        try:
+            found = self._calls.get(key)
+        except TypeError:  # a list among them
+            key = found = None
+        if found is None:
+            call = read_collective(func, args)
+            found = call, self._dims(call)
+            if key is not None and func.namespace == "_c10d_functional":
+                self._calls[key] = found
+        return found
+
+    def _dims(self, call: CollectiveCall) -> Dims:
+        if call.name in PEER_TO_PEER and len(call.ranks) == 1:
+            return self._world.dims_to(call.ranks[0])
+        return self._world.dims_of_ranks(call.ranks)
+
+    def _after(self, call: CollectiveCall, dims: Dims, sid: int, after_backward: bool) -> int:
+        """The state vector after a collective over ``dims``."""
+        grad = self._ledger.is_grad(sid)
+        sizes = self._world.sizes
+        parts = self._world.parts_of_ranks(call.ranks) if dims is None else {}
+
+        def change(d: int, state: State) -> State:
+            if state.kind in (StateKind.AMBIGUOUS, StateKind.TERM) and (dims is None or d in dims):
+                self._ledger.unclear.add(d)
+            if dims is None or d not in dims:
+                # Over a part of a mesh dim: what varies still varies; a sum of what is complete is too large.
+                if d not in parts:
+                    return state
+                if grad and call.reduce_op is not None:
+                    state = states.over_a_part(state, parts[d], call.reduce_op)
+                return states.as_part(state) if call.name in _PARTING else state
+            match call.name:
+                case "all_reduce":
+                    return states.reduced(state, sizes[d], call.reduce_op, is_grad=grad)
+                case "reduce_scatter" | "reduce":
+                    return states.scattered(state, sizes[d], call.reduce_op, is_grad=grad)
+                case "all_gather":
+                    return states.gathered(state)
+                case "broadcast":
+                    return states.taken_from_one(state, is_term=grad and after_backward)
+                case "gather":
+                    return states.as_part(states.gathered(state))
+                case "all_to_all":
+                    return states.exchanged(state, sizes[d], is_grad=grad)
+                case _:
+                    return states.as_part(state)
+
+        return self._ledger.changed(sid, change)
+
+    # ---- one rank to another
+
+    def _peer(self, call: CollectiveCall, dims: Dims, sid: int, args: Any, out: Any) -> list[torch.Tensor]:
+        """What is received was sent by a rank elsewhere on the mesh dims, at the same place of its program."""
+        ledger = self._ledger
+        if call.name == "send":
+            self._sent = ledger.combine2(self._sent, sid, adds=False)
+            for x, over in self._awaited:
+                ledger.put(x, self._arrived(self._sent, over))
+            return []
+        ((_, written),) = call.pairs(args, out)
+        for x in written:
+            ledger.put(x, self._arrived(self._sent, dims))
+            self._awaited.append((x, dims))
+        return written
+
+    def _arrived(self, sid: int, dims: Dims) -> int:
+        over = range(len(self._world.dims)) if dims is None else dims
+        return self._ledger.changed(sid, lambda d, s: states.as_part(s) if d in over else s)
+
+
+_PARTING = ("reduce_scatter", "all_to_all", "scatter", "gather", "reduce")
+"""After these ranks hold different values, whatever went in."""
