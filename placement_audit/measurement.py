@@ -82,6 +82,84 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationMeasure:
+    """What one module put out, and the gradient that came back to it, against one device.
+
+    Both are put together from the ranks' parts; errors are relative, the worst over the replicas.
+
+    Attributes:
+        fqn: the module.
+        call: which of its calls, 0 first.
+        output: which of the tensors that it put out.
+        value_error: None where it was not compared.
+        grad_error: likewise; a gradient that none of the two has is not compared.
+        why_not: why one of them was not compared; "" where both were.
+    """
+
+    fqn: str
+    call: int
+    output: int
+    value_error: float | None
+    grad_error: float | None
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A place up to which all is right.
+
+    Attributes:
+        what: "the output of layers.0.attention.wo", "the loss".
+        error: relative.
+    """
+
+    what: str
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepartureStep:
+    """Something that ran between the last right numbers and the first wrong ones.
+
+    Attributes:
+        role: what it is, in a few words.
+        kind: the boundary's, the op's or the collective's name.
+        call_site: where.
+        boundary: index into ``Trace.boundaries``; -1 for something else.
+    """
+
+    role: str
+    kind: str
+    call_site: CallSite
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """Where numbers part from one device's: wrong here, and all that this was computed from is right.
+
+    Attributes:
+        direction: "forward": a value; "backward": a gradient.
+        what: of what: "the output of layers.0.attention.wo", "layers.0.attention_norm.weight", "the loss".
+        module_fqn: the module; "" for the loss.
+        param_fqn: the parameter whose gradient it is; None for an activation.
+        error: relative.
+        right: what it was computed from.
+        steps: what ran in between; the first one is the place where it departs, as far as can be told.
+        exact: whether values on both sides of the first step show that it is there.
+    """
+
+    direction: str
+    what: str
+    module_fqn: str
+    param_fqn: str | None
+    error: float
+    right: tuple[Checkpoint, ...]
+    steps: tuple[DepartureStep, ...]
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What real ranks with real numbers showed.
 
@@ -106,6 +184,8 @@ class Measurement:
         boundaries: in call order.
         seconds: wall time of the measurement.
         readers: who read the gradients that were left Partial, on rank 0.
+        activations: in forward order.
+        departures: in forward order for values; where all of those are right, in backward order for gradients.
     """
 
     ranks: int
@@ -127,3 +207,5 @@ class Measurement:
     seconds: float
     expected_scale: Fraction | None = None
     readers: tuple[Reader, ...] = ()
+    activations: tuple[ActivationMeasure, ...] = ()
+    departures: tuple[Departure, ...] = ()

@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from placement_audit.verdicts import Report
 
 if TYPE_CHECKING:
     from placement_audit.case import Case
+    from placement_audit.measure.activations import Watch
     from placement_audit.measure.run import Prepared
     from placement_audit.trace import Tracer
 
@@ -65,12 +66,15 @@ def quiet(verbose: bool = False) -> Generator[None]:
         logging.disable(before)
 
 
-def run(config: AuditConfig, options: Options | None = None) -> Report:
+def run(
+    config: AuditConfig, options: Options | None = None, build: Callable[..., Case] | None = None
+) -> Report:
     """Audit one job in this process.
 
     Args:
         config: see `placement_audit.config.load`.
         options: see `Options`.
+        build: in place of `placement_audit.build.build`, for a job that is no file.
 
     Returns:
         The report; `RunRecord.phases` has the seconds of each phase.
@@ -93,8 +97,8 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
 
     with quiet(options.verbose):
         with phase("build"):
-            from placement_audit.build import build
-
+            if build is None:
+                from placement_audit.build import build
             case = build(config, rank_env=options.rank_env, float32=options.measure)
         _check_case(case)
         prepared = None
@@ -106,18 +110,25 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
             from placement_audit.trace import Tracer
 
             tracer = Tracer(case, PROGRESS.note, fingerprint if prepared is not None else None)
+            if case.varying is not None:
+                from placement_audit.apart import Stream
+
+                tracer.stream = Stream(case.varying)
+            watch = None
             try:
-                loss = tracer.run()
+                with prepared.watching(case, tracer) if prepared is not None else nullcontext() as watch:
+                    loss = tracer.run()
             except AuditError:
                 raise
             except Exception as error:
                 raise _failed(error, case, alone=options.rank_env is None) from error
-            trace = tracer.freeze(_run_record(config, case, measured=prepared is not None))
+            trace = tracer.freeze(record_of(config, case, measured=prepared is not None))
+            trace = replace(trace, other_ranks=case.other_ranks)
         measurement = None
         if prepared is not None:
             with phase("measure"):
                 try:
-                    measurement = _measured(prepared, case, loss, tracer)
+                    measurement = _measured(prepared, case, loss, tracer, watch)
                 except NotMeasurable as why:
                     run_record = replace(trace.run, evidence=("traced",), notes=(*trace.run.notes, str(why)))
                     trace = replace(trace, run=run_record)
@@ -127,7 +138,7 @@ def run(config: AuditConfig, options: Options | None = None) -> Report:
         with phase("judge"):
             from placement_audit.judge import judge
 
-            report = judge(trace, measurement)
+            report = judge(trace, measurement, apart=None if measurement else case.replicas_apart)
     if not report.judgements:
         raise IncompleteError(f"audited nothing: {case.name} has no trainable parameter.")
     record = replace(report.trace.run, phases=tuple(phases))
@@ -160,7 +171,7 @@ def _in_own_dtypes(trace: Trace, config: AuditConfig, build: Callable[[], Case])
         raise
     except Exception as error:
         raise _failed(error, case, alone=False) from error
-    own = tracer.freeze(_run_record(config, case, measured=True))
+    own = tracer.freeze(record_of(config, case, measured=True))
     if _ways(own) == _ways(trace):
         return replace(trace, collectives=own.collectives, reduce_dtype=own.reduce_dtype)
     note = "the dtypes of reductions were not looked at: in its own dtypes the job makes other calls."
@@ -174,7 +185,9 @@ def _ways(trace: Trace) -> list[object]:
     return [*calls, *sent]
 
 
-def _measured(prepared: Prepared, case: Case, loss: object, tracer: Tracer) -> Measurement:
+def _measured(
+    prepared: Prepared, case: Case, loss: object, tracer: Tracer, watch: Watch | None
+) -> Measurement:
     from placement_audit.measure.fingerprint import BoundaryPrints
     from placement_audit.measure.run import finish
 
@@ -182,10 +195,11 @@ def _measured(prepared: Prepared, case: Case, loss: object, tracer: Tracer) -> M
         BoundaryPrints(index=index, value=value, arrived=arrived, left=left)
         for index, value, arrived, left in tracer.fingerprints()
     ]
-    return finish(prepared, case, loss=loss, boundaries=prints, note=PROGRESS.note)
+    return finish(prepared, case, loss=loss, boundaries=prints, watch=watch, note=PROGRESS.note)
 
 
-def _run_record(config: AuditConfig, case: Case, *, measured: bool) -> RunRecord:
+def record_of(config: AuditConfig, case: Case, *, measured: bool) -> RunRecord:
+    """What ran, for a trace of ``case``."""
     from placement_audit.build import versions
 
     return RunRecord(

@@ -16,7 +16,9 @@ from placement_audit.model import State, StateKind
 from placement_audit.tracing import Trace
 from placement_audit.verdicts import GOOD, Evidence, Judgement, Verdict
 
-_EQUAL = (StateKind.INVARIANT, StateKind.ZERO, StateKind.AMBIGUOUS)
+_EQUAL = (StateKind.INVARIANT, StateKind.ZERO)
+"""An ambiguous gradient is no claim: it was equal where it arose, and a number that differs between ranks (the
+first row of a vocabulary's shard) may have met it since, unseen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,9 @@ def weigh(
             out += js
             continue
         js = [replace(j, evidence=(*j.evidence, measured_evidence(pm, m, i))) for i, j in enumerate(js)]
-        # A common factor that is no average over the batch is a fault, however many share it.
-        if right(pm, m.tolerance) and m.grad_scale == scale:
+        # A common factor that is no average over the batch is a fault, however many share it; a division by a
+        # number leaves no trace, so that what the loss calls for is right, too.
+        if right(pm, m.tolerance) and m.grad_scale in (scale, m.expected_scale):
             out += [_measured_right(j, contradictions, replicas_agree) for j in js]
         else:
             out += _measured_wrong(trace, js, pm, m, replicas_agree)

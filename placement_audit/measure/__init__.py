@@ -2,7 +2,7 @@
 
 ::
 
-    prepare -> (the caller runs the step, watched or not) -> finish -> Measurement
+    prepare -> (the caller runs the step under Prepared.watching, or unwatched) -> finish -> Measurement
 
 All of it runs on every rank, for most of it is collective; the model on one device lives on rank 0.
 """

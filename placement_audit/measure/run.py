@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,16 @@ from torch import nn
 
 from placement_audit.case import Case, Reference
 from placement_audit.errors import NotMeasurable
-from placement_audit.measure import compare, weights
+from placement_audit.measure import activations, compare, declared, weights
 from placement_audit.measure.exchange import gather, on_rank0
 from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, Fingerprint, spreads
-from placement_audit.measure.gradients import grad_table
+from placement_audit.measure.gradients import GradTable, grad_table
 from placement_audit.measure.labels import coordinates
+from placement_audit.measure.localise import localise
+from placement_audit.measure.outputs import Key
 from placement_audit.measure.update import compare_update
 from placement_audit.measurement import BoundaryMeasure, Measurement, ParamMeasure
+from placement_audit.trace import Tracer
 from placement_audit.world import World
 
 Note = Callable[[str], None]
@@ -39,7 +42,10 @@ class Prepared:
         params: the parallel model's, by FQN.
         weights: what was drawn, and how far the replicas were apart after the job's own init.
         reference: the model on one device; None on every rank but 0.
-        reference_params: its parameters, by FQN; empty on every rank but 0.
+        reference_params: its parameters, by FQN; empty on every rank but 0. They have their gradients.
+        reference_loss: what its step returned; None on every rank but 0.
+        reference_outputs: what its modules put out; empty on every rank but 0.
+        shapes: of those outputs.
         started: when, in seconds of `time.perf_counter`.
     """
 
@@ -48,11 +54,18 @@ class Prepared:
     weights: weights.Weights
     reference: Reference | None
     reference_params: dict[str, nn.Parameter]
+    reference_loss: float | None
+    reference_outputs: dict[Key, activations.WholeOutput]
+    shapes: dict[Key, tuple[int, ...]]
     started: float
+
+    def watching(self, case: Case, tracer: Tracer) -> AbstractContextManager[activations.Watch]:
+        """Watch the activations of the step that the tracer runs while this is open, for `finish`."""
+        return activations.watched(case, tracer, weights.parameters(case.model), self.shapes)
 
 
 def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
-    """Give the job new weights and build the same model on one device; collective.
+    """Give the job new weights, and run the step of the same model on one device; collective.
 
     Args:
         case: on real ranks, with real tensors, in float32.
@@ -68,8 +81,8 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
             "not measured: it takes real ranks with real values, and a model that fits one device."
         )
     build = case.reference
-    world = World(case.mesh)
-    params = weights.parameters(case.model)
+    world = World.of(case)
+    params = declared.as_dtensors(weights.parameters(case.model), case)
     note("looking at the job's initial weights")
     drawn = weights.survey(params, world, seed)
     weights.fill_parallel(params, drawn, case.mesh)
@@ -90,12 +103,26 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
 
     note("building the model on one device")
     made = on_rank0("building the model on one device", reference)
+    note("the step on one device")
+    outputs: dict[Key, activations.WholeOutput] = {}
+
+    def reference_step() -> float:
+        assert made is not None
+        with _own_random_state(case.device_type), activations.on_one_device(made.model) as table:
+            loss = _number(made.step())
+        outputs.update(table)
+        return loss
+
+    reference_loss = on_rank0("the step on one device", reference_step)
     return Prepared(
         world=world,
         params=params,
         weights=drawn,
         reference=made,
         reference_params=weights.parameters(made.model) if made else {},
+        reference_loss=reference_loss,
+        reference_outputs=outputs,
+        shapes=gather({key: o.value.shape for key, o in outputs.items()})[0],
         started=started,
     )
 
@@ -106,6 +133,7 @@ def finish(
     *,
     loss: object,
     boundaries: Sequence[BoundaryPrints] = (),
+    watch: activations.Watch | None = None,
     note: Note = _silent,
 ) -> Measurement:
     """Measure the step that was just run; collective. Leaves parameters and gradients as they were.
@@ -115,16 +143,16 @@ def finish(
         case: the same.
         loss: what ``case.step()`` returned on this rank.
         boundaries: this rank's fingerprints, in call order.
+        watch: what `Prepared.watching` noted; None where nothing was watched.
         note: as for `prepare`.
 
     Raises:
-        NotMeasurable: the model on one device failed.
+        NotMeasurable: a step of the optimizer on one device failed.
     """
     reference = prepared.reference
     assert case.update is not None
-    note("the step on one device")
-    reference_loss = on_rank0("the step on one device", lambda: _reference_step(prepared, case))
-    losses = gather((_number(loss), reference_loss))
+    declared.take_gradients(prepared.params, case)
+    losses = gather((_number(loss), prepared.reference_loss))
     world = prepared.world
     within = compare.tolerance(_dtype(prepared.params), _tokens(case, world))
     note("comparing gradients")
@@ -132,6 +160,15 @@ def finish(
     table = grad_table(
         prepared.params, prepared.reference_params if reference else None, world, sizes, within
     )
+    total, loss_error = _loss([mine for mine, _ in losses], losses[0][1], case, world)
+    rows, departures = (), ()
+    if watch is not None:
+        note("comparing activations")
+        compared = activations.compare_activations(watch, prepared.reference_outputs, world)
+        rows = tuple(compared.rows.values())
+        departures = localise(
+            watch, compared, weights.parameters(case.model), _errors(table), loss_error, world, within
+        )
     both = (reference.model, prepared.reference_params) if reference else None
     steps = {}
     for which in ("sgd", "job"):
@@ -139,7 +176,6 @@ def finish(
         steps[which] = compare_update(
             case.update, which, case.model, prepared.params, both, scale=table.scale
         )
-    total, loss_error = _loss([mine for mine, _ in losses], losses[0][1], case, world)
     return Measurement(
         ranks=dist.get_world_size(),
         device_type=case.device_type,
@@ -174,16 +210,18 @@ def finish(
         boundaries=_boundaries(boundaries, world),
         # One rank's, so that all ranks have the same.
         readers=gather(steps["job"].readers)[0],
+        activations=rows,
+        departures=departures,
         seconds=round(time.perf_counter() - prepared.started, 3),
     )
 
 
-def _reference_step(prepared: Prepared, case: Case) -> float:
-    assert prepared.reference is not None
-    for p in prepared.reference_params.values():
-        p.grad = None
-    with _own_random_state(case.device_type):
-        return _number(prepared.reference.step())
+def _errors(table: GradTable) -> dict[str, float | None]:
+    """By parameter, how far its gradient is off on any rank: replicas that differ can't all be right."""
+    return {
+        fqn: None if row.grad_error is None else max(row.grad_error, *(s or 0.0 for s in row.grad_spread))
+        for fqn, row in table.rows.items()
+    }
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What real ranks measured, in three lines. Pure."""
+"""What real ranks measured, a line for each kind of numbers. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.text import Text
 
 from placement_audit.measurement import Measurement
 from placement_audit.report.words import labelled, plural
+from placement_audit.rules.departures import in_words
 from placement_audit.verdicts import Report
 from placement_audit.weigh import slots
 
@@ -22,6 +23,8 @@ def measured_lines(report: Report, width: int) -> Iterator[Text]:
         ("measured", _gradients(m)),
         ("loss", f"{m.loss:.7g}, {m.reference_loss:.7g} on one device: relative error {m.loss_error:.1e}"),
         ("step", _steps(m)),
+        ("activations", _activations(m)),
+        ("departures", _departures(m)),
         ("states", _states(report, m)),
         ("readers", _readers(m)),
     ):
@@ -52,6 +55,38 @@ def _steps(m: Measurement) -> str:
     if m.grad_norm is not None and m.reference_grad_norm is not None:
         parts.append(f"total norm {m.grad_norm:.6g}, {m.reference_grad_norm:.6g} on one device")
     return "; ".join(parts)
+
+
+def _activations(m: Measurement) -> str:
+    """Outputs of modules against one device."""
+    if not m.activations:
+        return ""
+    parts = []
+    for what, errors in (
+        ("value", [a.value_error for a in m.activations if a.value_error is not None]),
+        ("gradient", [a.grad_error for a in m.activations if a.grad_error is not None]),
+    ):
+        if errors:
+            right = sum(e <= m.tolerance for e in errors)
+            parts.append(
+                f"{right:,} of {plural(len(errors), what)} right, the worst off by {max(errors):.1e}"
+            )
+    skipped = sum(a.value_error is None or a.grad_error is None for a in m.activations)
+    text = f"what {plural(len(m.activations), 'call')} of modules put out, against one device: "
+    text += "; ".join(parts) if parts else "nothing could be compared"
+    return text + (f"; not compared in full: {skipped:,}" if skipped else "")
+
+
+def _departures(m: Measurement) -> str:
+    """The first place where numbers part from one device's."""
+    if not m.departures:
+        return ""
+    d = m.departures[0]
+    text = in_words(d)
+    if d.steps:
+        text += f"; {d.steps[0].role} in {d.steps[0].call_site.path}:{d.steps[0].call_site.line}"
+    rest = len(m.departures) - 1
+    return text + (f"; {rest:,} more such places" if rest > 1 else "; one more such place" if rest else "")
 
 
 def _states(report: Report, m: Measurement) -> str:

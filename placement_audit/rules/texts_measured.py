@@ -16,16 +16,17 @@ the local shard), a divisor is wrong, a value is masked and its gradient is not,
 Such faults leave no mark in placements; a fifth of the public faults in the project's corpus do not.""",
     how_judged="""\
 Measured only: every gradient, assembled as its placements say, against the same weights and global batch on
-one device. What looks like a factor of one mesh dim's size, or like replicas that differ, is reported as
-PA201 to PA203 and PA205 instead.""",
+one device, and so is every activation with its gradient. What looks like a factor of one mesh dim's size, or
+like replicas that differ, is reported as PA201 to PA203 and PA205 instead.""",
     bad="""\
 # each rank's own mean, although ranks hold different numbers of valid tokens
 loss = F.cross_entropy(logits, labels, reduction="mean")""",
     good="""\
 loss = F.cross_entropy(logits, labels, reduction="sum") / global_valid_tokens""",
     fix="""\
-Compare the loss first (PA208). Where the loss is right, look at what lies between the named parameter and
-the first parameter after it whose gradient is right.""",
+Look at the named line: what modules put out, and the gradients that came back to it, are right before it and
+wrong after it. Where several lines are named, the fault is in one of them. A wrong forward is told first, for
+gradients follow it.""",
     links=(
         Link(
             ref="pytorch/torchtitan#4332", about="a bias divided by tp, differentiated through the division"
