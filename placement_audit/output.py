@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from placement_audit.errors import UsageError
@@ -65,8 +66,17 @@ def write_stdout(text: str) -> None:
     Raises:
         UsageError: it cannot be written (disk full, ...).
     """
+    _write_stdout(lambda: sys.stdout.write(text))
+
+
+def write_stdout_bytes(data: bytes) -> None:
+    """The same for what may be in any encoding."""
+    _write_stdout(lambda: sys.stdout.buffer.write(data))
+
+
+def _write_stdout(write: Callable[[], object]) -> None:
     try:
-        sys.stdout.write(text)
+        write()
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_stdout()

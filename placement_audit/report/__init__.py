@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from io import StringIO
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from placement_audit.errors import UsageError
 from placement_audit.verdicts import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FORMATS = ("text", "json")
 """What `render` knows."""
@@ -47,10 +51,15 @@ def render(report: Report, fmt: str, *, width: int | None = None, color: Color =
 
 
 def _text(report: Report, width: int | None, color: Color) -> str:
+    from placement_audit.report.text import print_report
+
+    return drawn(lambda console: print_report(report, console), width=width, color=color)
+
+
+def drawn(draw: Callable[[Console], None], *, width: int | None = None, color: Color = "auto") -> str:
+    """What ``draw`` prints on a console of our kind; ``width`` and ``color`` as for `render`."""
     # rich is imported here so that reading and writing JSON does not pay for it
     from rich.console import Console
-
-    from placement_audit.report.text import print_report
 
     out = StringIO()
     columns, rows = _size(width)
@@ -67,7 +76,7 @@ def _text(report: Report, width: int | None, color: Color) -> str:
         emoji=False,
         legacy_windows=False,
     )
-    print_report(report, console)
+    draw(console)
     return "".join(line.rstrip() + "\n" for line in out.getvalue().removesuffix("\n").split("\n"))
 
 
