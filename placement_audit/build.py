@@ -33,12 +33,20 @@ def build(
         ConfigError: torchtitan refuses the job.
         IncompleteError: the model failed while it was built.
     """
+    if config.factory is not None:
+        from placement_audit.adapters import factory
+
+        return factory.build(config, rank_env=rank_env, fake_rank=fake_rank, measured=float32)
     from placement_audit.adapters.titan02_job import make_importable
 
     make_importable(config.job_path)
-    version = check_versions()
+    version = check_versions(registered=config.module is not None)
     # Before torch is imported: its C++ side warns on stderr about everyday things.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.module is not None:
+        from placement_audit.adapters import titan03
+
+        return titan03.build(config, version=version, rank_env=rank_env, fake_rank=fake_rank, float32=float32)
     from placement_audit.adapters import titan02
 
     return titan02.build(config, version=version, rank_env=rank_env, fake_rank=fake_rank, float32=float32)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str, float | None], None]
 
+_OVERLAID = False
+"""Whether this process sees edited copies of files (`placement_audit.overlay`)."""
+
 _WORDS = {
     "import": "importing torch and torchtitan",
     "build": "building the model",
@@ -78,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet = getattr(args, "quiet", False)
     talk = _Talk(progress=sys.stderr.isatty() and not quiet, verbose=verbose)
     try:
+        _belong()
         return _ACTIONS[args.action](args, talk)
     except AuditError as error:
         details = getattr(error, "details", "") or "".join(traceback.format_exception(error))
@@ -94,6 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             "".join(traceback.format_exception(error)),
         )
         return IncompleteError.exit_status
+
+
+def _belong() -> None:
+    """Where another placement-audit started this one: see the files as it wants, and end with it."""
+    global _OVERLAID
+    from placement_audit import overlay
+
+    parent = os.environ.pop(overlay.PARENT, None)
+    if parent is not None:
+        overlay.end_with(int(parent))
+    _OVERLAID = overlay.install()
 
 
 # --------------------------------------------------------------------------- actions
@@ -125,10 +140,36 @@ def _report(args: Namespace, _talk: _Talk) -> int:
 
 def _audit(args: Namespace, talk: _Talk) -> int:
     def finish(report: Report) -> int:
+        report = _with_edits(args, talk, report)
         _write(args, _rendered(args, report), report.exit_status)
         return _status(args, report)
 
     return _run(args, talk, finish)
+
+
+def _with_edits(args: Namespace, talk: _Talk, report: Report) -> Report:
+    """The report with the edits that would mend its findings; with --fix, with those that did."""
+    if _OVERLAID or not any(f.remedy is not None for f in report.findings):
+        return report
+    from placement_audit.mend.attach import attach
+
+    job_file = args.config if args.action == "audit" else args.factory.rpartition(":")[0]
+    folders = [Path.cwd(), *(Path(p) for p in sys.path if p), Path(job_file).resolve().parent]
+    report, planned = attach(report, folders)
+    if not _fixes(args):
+        return report
+    from placement_audit.prove import Terms, audit_again, mend
+    from placement_audit.ranks import stoppable
+
+    terms = Terms(
+        audit=audit_again(args, measure=_measure(args, None)),
+        write=args.fix and not args.fix_dry_run,
+        force=args.force,
+        traced_only=args.measure is False,
+        tell=talk.phase,
+    )
+    with stoppable():
+        return mend(report, planned, terms)
 
 
 def _explain(args: Namespace, talk: _Talk) -> int:
@@ -158,11 +199,33 @@ def _explain(args: Namespace, talk: _Talk) -> int:
     return 0
 
 
+def _patch(args: Namespace, _talk: _Talk) -> int:
+    from placement_audit.mend import command, show
+    from placement_audit.report import drawn
+
+    asked = command.Asked(
+        action=command.Action(args.do),
+        torchtitan=args.torchtitan,
+        form=command.Form.DEFERRED if args.deferred else command.Form.REDUCED,
+        force=args.force,
+    )
+    done = command.run(asked)
+    if args.format == "json":
+        output.write_stdout(show.as_json(done))
+    elif asked.action is command.Action.DIFF:
+        output.write_stdout_bytes(done.diff)
+    else:
+        output.write_stdout(drawn(lambda console: show.draw(done, console), color=args.color))
+    return done.exit_status
+
+
 _ACTIONS: dict[str, Callable[[Namespace, _Talk], int]] = {
     "audit": _audit,
+    "run": _audit,
     "explain": _explain,
     "report": _report,
     "rules": _rules,
+    "patch": _patch,
     "version": _version,
 }
 
@@ -178,7 +241,7 @@ def _run(args: Namespace, talk: _Talk, finish: Callable[[Report], int]) -> int:
         # torch's C++ side logs by itself, with stack traces, what is told in one message here.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     rank_env = RankEnv.from_environ()
-    measure = rank_env is not None if args.measure is None else args.measure
+    measure = _measure(args, rank_env)
 
     def audit(config: AuditConfig, env: RankEnv | None, tell: Tell) -> Report:
         options = pipeline.Options(verbose=args.verbose, rank_env=env, measure=measure, tell=tell)
@@ -195,6 +258,15 @@ def _run(args: Namespace, talk: _Talk, finish: Callable[[Report], int]) -> int:
 
     manner = Manner(log_dir=args.log_dir, verbose=args.verbose, tell=talk.phase)
     return finish(run_ranks(config, audit, manner))
+
+
+def _fixes(args: Namespace) -> bool:
+    return getattr(args, "fix", False) or getattr(args, "fix_dry_run", False)
+
+
+def _measure(args: Namespace, rank_env: RankEnv | None) -> bool:
+    """Whether to measure: as asked, else where ranks are there already, and where edits are to be proven."""
+    return (rank_env is not None or _fixes(args)) if args.measure is None else args.measure
 
 
 def _run_rank(
@@ -215,6 +287,8 @@ def _run_rank(
             talk.phase(name, seconds)
 
     def work(ranks: Ranks) -> Report:
+        if _fixes(args):
+            raise UsageError("--fix starts ranks of its own, again and again: run it without torchrun.")
         if args.log_dir:
             from placement_audit.ranks import open_evidence
 
@@ -228,8 +302,19 @@ def _run_rank(
 
 def _config(args: Namespace) -> AuditConfig:
     _check_output(args)
+    if args.action == "run":
+        from placement_audit.job import config_of
+
+        return config_of(
+            args.factory,
+            arguments=args.overrides,
+            world_size=args.world_size,
+            timeout=args.timeout,
+            device=args.device,
+        )
     return load(
         args.config,
+        module=args.module,
         overrides=args.overrides,
         world_size=args.world_size,
         timeout=args.timeout,

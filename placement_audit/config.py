@@ -1,7 +1,8 @@
 """Job file -> `AuditConfig`: the user's torchtitan TOML, our table taken out of it and checked.
 
 torchtitan 0.2.x refuses a file with a table that it does not know, so `[placement_audit]` never
-reaches it: the file is read here, once, and the rest is handed on as a dict. No torch, no torchtitan.
+reaches it: the file is read here, once, and the rest is handed on as a dict. A job of torchtitan 0.3 is Python
+code, and our table names it. No torch, no torchtitan.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `[placement_audit]` table. Keys and types are the contract; `_EXPECTED` says them in words."""
 
     job: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    module: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    config: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    overrides: tuple[str, ...] = ()
     world_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] = DEFAULT_TIMEOUT
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -38,6 +42,9 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _EXPECTED = {
     "job": "the path of a torchtitan job file, as a string",
+    "module": "what torchtitan 0.3 takes as --module, as a string",
+    "config": "what torchtitan 0.3 takes as --config, the name of a config function, as a string",
+    "overrides": "an array of torchtitan's own options, each word a string",
     "world_size": "a whole number, 1 or more",
     "timeout": "a number of seconds, more than 0",
     "device": '"auto", "cpu" or "cuda"',
@@ -93,10 +100,15 @@ class AuditConfig:
 
     Attributes:
         path: as given.
-        sha256: of the file's bytes; where the job sits in a file of its own, of both files' bytes in turn.
-        job: the torchtitan part.
-        job_path: the file that `job` came from; equals `path` unless the table names another.
-        overrides: torchtitan overrides (what followed ``--``).
+        sha256: of the file's bytes; where the job sits in a file of its own, of both files' bytes in turn; ""
+            without a file.
+        job: the torchtitan part; empty where `module` names the job.
+        job_path: the file that `job` came from; equals `path` unless the table names another. Without a file, a
+            name that stands for one in the working directory.
+        module: torchtitan 0.3's --module, whose `config_registry` has the job; None for a TOML job.
+        config_name: its --config, the function in there that makes the job; None for a TOML job.
+        factory: FILE.py:FUNCTION or package.module:FUNCTION that makes the job; None for a torchtitan job.
+        overrides: torchtitan overrides, or the factory's arguments: our table's, then what followed ``--``.
         world_size: ranks asked for; None to follow from the job.
         timeout: seconds without progress after which a rank counts as hung.
         device: "auto", "cpu" or "cuda".
@@ -106,6 +118,9 @@ class AuditConfig:
     sha256: str
     job: dict[str, Any]
     job_path: str
+    module: str | None = None
+    config_name: str | None = None
+    factory: str | None = None
     overrides: tuple[str, ...] = ()
     world_size: int | None = None
     timeout: float = DEFAULT_TIMEOUT
@@ -198,9 +213,30 @@ def _check_table(path: str, raw: object) -> _Table:
     return _Table(**values)
 
 
+def _check_registered(path: str, table: _Table, top: Mapping[str, object]) -> None:
+    """A job of torchtitan 0.3's config registry takes two names, and no job file."""
+    names = {"module": table.module, "config": table.config}
+    given = [key for key, value in names.items() if value is not None]
+    if not given:
+        return
+    if len(given) == 1:
+        other = next(key for key in names if key not in given)
+        raise ConfigError(
+            f"{path}: {TABLE}.{given[0]} needs {TABLE}.{other} beside it: torchtitan 0.3 finds a job by both, "
+            "as its --module and --config."
+        )
+    others = [f"{TABLE}.job"] if table.job is not None else [f"[{name}]" for name in sorted(top)]
+    if others:
+        raise ConfigError(
+            f"{path}: {TABLE}.module and {TABLE}.config name a job of torchtitan 0.3's config registry, but "
+            f"this file has {', '.join(others)} too, a TOML job of torchtitan 0.2. Keep one of them."
+        )
+
+
 def load(
     path: str,
     *,
+    module: str | None = None,
     overrides: Iterable[str] = (),
     world_size: int | None = None,
     timeout: float | None = None,
@@ -209,7 +245,9 @@ def load(
     """Read a job file; what the command line gives beats what the file says.
 
     Args:
-        path: a torchtitan job file, perhaps with our table, or a file with our table alone that names one.
+        path: a torchtitan job file, perhaps with our table, or a file with our table alone that names a job;
+            with ``module``, the name of a config function instead.
+        module: torchtitan 0.3's --module; None for a job that a file names.
         overrides: torchtitan overrides.
         world_size: from the command line; None where not given.
         timeout: from the command line, in seconds; None where not given.
@@ -221,10 +259,24 @@ def load(
     Raises:
         ConfigError: the file is missing, unreadable or broken, or our table is wrong.
     """
+    if module is not None:
+        return AuditConfig(
+            path=f"--module {module} --config {path}",
+            sha256="",
+            job={},
+            job_path=path,
+            module=module,
+            config_name=path,
+            overrides=tuple(overrides),
+            world_size=world_size,
+            timeout=DEFAULT_TIMEOUT if timeout is None else timeout,
+            device=device or "auto",
+        )
     top, data = _read(path, "--config")
     digest = hashlib.sha256(data)
     table = _check_table(path, top.pop(TABLE, {}))
     job, job_path = top, path
+    _check_registered(path, table, top)
     if table.job is not None:
         if top:
             raise ConfigError(
@@ -244,7 +296,9 @@ def load(
         sha256=digest.hexdigest(),
         job=job,
         job_path=job_path,
-        overrides=tuple(overrides),
+        module=table.module,
+        config_name=table.config,
+        overrides=(*table.overrides, *overrides),
         world_size=table.world_size if world_size is None else world_size,
         timeout=table.timeout if timeout is None else timeout,
         device=table.device if device is None else device,

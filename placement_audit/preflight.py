@@ -25,11 +25,15 @@ def check(config: AuditConfig) -> int:
         BuildError, ConfigError: something is missing, or the job is wrong.
         UsageError: the job needs more ranks than one machine should run.
     """
+    if config.factory is not None:
+        return _not_too_many(_made_by_function(config))
     from placement_audit.adapters.environment import check_versions
     from placement_audit.adapters.titan02_job import make_importable
 
     make_importable(config.job_path)
-    version = check_versions()
+    version = check_versions(registered=config.module is not None)
+    if config.module is not None:
+        return _not_too_many(_registered(config, version))
     from placement_audit.adapters import titan02_checks, titan02_device, titan02_job
     from placement_audit.adapters.degrees import resolve
     from placement_audit.pipeline import quiet
@@ -47,10 +51,32 @@ def check(config: AuditConfig) -> int:
 
         from placement_audit import judge, trace  # noqa: F401
         from placement_audit.adapters import titan02  # noqa: F401
-    if degrees.world_size > MOST:
+    return _not_too_many(degrees.world_size)
+
+
+def _made_by_function(config: AuditConfig) -> int:
+    """As `check`, for a user's own function; its file is left to the ranks, like all of the job's own code."""
+    from placement_audit import judge, trace  # noqa: F401
+    from placement_audit.adapters import factory
+
+    return config.world_size or factory.DEFAULT_WORLD_SIZE
+
+
+def _registered(config: AuditConfig, version: str) -> int:
+    """As `check`, for a job of torchtitan 0.3; its config functions are the job's own code, and run here."""
+    from placement_audit import judge, trace  # noqa: F401
+    from placement_audit.adapters import titan03
+    from placement_audit.pipeline import quiet
+
+    with quiet():
+        return titan03.world_size(config, version=version)
+
+
+def _not_too_many(ranks: int) -> int:
+    if ranks > MOST:
         raise UsageError(
-            f"--measure would start {degrees.world_size} processes on this machine; {MOST} are the most. "
+            f"--measure would start {ranks} processes on this machine; {MOST} are the most. "
             "Measure a smaller mesh of the same kind, such as -- --parallelism.data_parallel_shard_degree 2, "
             "or start the ranks on your machines with torchrun."
         )
-    return degrees.world_size
+    return ranks

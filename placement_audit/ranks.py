@@ -2,7 +2,7 @@
 
 This process imports torch and torchtitan, finds what is wrong with the job as far as that is known without
 building it (`placement_audit.preflight`), forks the ranks, and from then on only watches
-(`placement_audit.watch`) and hosts their key-value store. Each rank runs the very path of a rank under
+(`placement_audit.ranks_watch`) and hosts their key-value store. Each rank runs the very path of a rank under
 torchrun (`placement_audit.launch`); what it prints goes to a log, what it has to say to its `Outbox`, and how
 far it is to its file of partial evidence.
 """
@@ -27,9 +27,9 @@ from placement_audit import launch, preflight, store
 from placement_audit.config import AuditConfig, RankEnv
 from placement_audit.errors import AuditError, IncompleteError, UsageError
 from placement_audit.partial import PARTIAL, Reader
+from placement_audit.ranks_watch import Watch
 from placement_audit.spawn import Child, Outbox
 from placement_audit.verdicts import Report
-from placement_audit.watch import Watch
 
 Tell = Callable[[str, float | None], None]
 Work = Callable[[AuditConfig, RankEnv, Tell], Report]
@@ -85,7 +85,7 @@ def run_ranks(config: AuditConfig, work: Work, manner: Manner) -> Report:
         # All ranks are on this machine, whose name need not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     children: list[Child] = []
-    with _stoppable(), _folder(manner.log_dir) as folder:
+    with stoppable(), _folder(manner.log_dir) as folder:
         try:
             manner.tell("import", None)
             start = time.monotonic()
@@ -158,7 +158,7 @@ def _folder(log_dir: str | None) -> Generator[Path]:
 
 
 @contextmanager
-def _stoppable() -> Generator[None]:
+def stoppable() -> Generator[None]:
     """Clean up before a signal ends this process as it would have."""
 
     def stop(number: int, _frame: FrameType | None) -> None:

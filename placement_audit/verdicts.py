@@ -101,6 +101,28 @@ class PathStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What one boundary call should say, so that the finding goes away.
+
+    Attributes:
+        call_site: the call.
+        kind: the boundary's kind.
+        argument: "grad_placements", "in_grad_placements" (local_map) or "placements" (from_local).
+        placements: what the argument should be, one placement for each dim of the tensor's own mesh; several such
+            rows for ``in_grad_placements``, one for each DTensor argument. () where no placements are right.
+        safe: whether it follows from the algebra alone; else only shown.
+        why: why it is safe, why it is not, or why there are none; one sentence.
+    """
+
+    call_site: CallSite
+    kind: str
+    argument: str
+    placements: tuple[tuple[Placement, ...], ...]
+    safe: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One fault of one parameter (or of one boundary) on one mesh dim.
 
@@ -118,6 +140,7 @@ class Finding:
         path: the places, the cause first; may be empty.
         next_step: what to do.
         fingerprint: stable across runs and line shifts.
+        remedy: what the call should say; None where no one call can mend it.
     """
 
     rule_id: str
@@ -133,6 +156,41 @@ class Finding:
     path: tuple[PathStep, ...]
     next_step: str
     fingerprint: str
+    remedy: Remedy | None = None
+
+
+class EditStatus(StrEnum):
+    """What became of an edit."""
+
+    SHOWN = "shown"
+    PROVEN = "proven"
+    APPLIED = "applied"
+    REJECTED = "not kept"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """A remedy as a change to a file.
+
+    Attributes:
+        path: of the file, relative to the folder that the diff is for.
+        line: of the call, in the file as it was.
+        diff: unified, as ``git apply`` takes it; "" where no edit can be made.
+        safe: whether ``--fix`` may apply it, once it is proven.
+        reason: why it is safe, why not, or why there is none; one sentence.
+        status: see `EditStatus`.
+        proof: what showed that it mends, or what kept it from being kept; "" where nothing was tried.
+        fingerprints: of the findings that it is for.
+    """
+
+    path: str
+    line: int
+    diff: str
+    safe: bool
+    reason: str
+    status: EditStatus = EditStatus.SHOWN
+    proof: str = ""
+    fingerprints: tuple[str, ...] = ()
 
 
 class Outcome(StrEnum):
@@ -156,6 +214,7 @@ class Report:
         blind_spots: fault classes that the evidence at hand cannot see, whole sentences.
         trace: what was judged.
         measurement: what real ranks showed; None where only a trace was had.
+        edits: what would mend findings, or did, once a place.
     """
 
     schema_version: str = field(default=SCHEMA_VERSION)
@@ -166,3 +225,4 @@ class Report:
     blind_spots: tuple[str, ...]
     trace: Trace
     measurement: Measurement | None = None
+    edits: tuple[Edit, ...] = ()

@@ -9,8 +9,6 @@ device: placements are right, values do not exist. Under torchrun the group and 
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,10 +25,9 @@ from placement_audit.adapters import (
     titan02_twin,
 )
 from placement_audit.adapters.degrees import Degrees, resolve
+from placement_audit.adapters.own_words import own_words
 from placement_audit.case import Case
 from placement_audit.config import AuditConfig, RankEnv
-from placement_audit.errors import AuditError, BuildError, IncompleteError
-from placement_audit.failure import Failure
 
 
 def build(
@@ -79,7 +76,7 @@ def build(
     backend = titan02_device.init_group(config, degrees.world_size, rank_env, device_type, fake_rank)
     rank = rank_env.rank if rank_env else fake_rank
     twin = titan02_twin.Twin(args=args)
-    with _own_words(f"{job.model.name} {job.model.flavor}"):
+    with own_words(f"{job.model.name} {job.model.flavor}"):
         if (float32 or small) and rank_env is not None:
             twin = _twin(job, spec, args, degrees, rank_env, device_type)
             args, notes = twin.args, (*notes, *twin.notes)
@@ -198,22 +195,3 @@ def _parallelised(job: Any, spec: Any, args: Any, dims: Any) -> nn.Module:
         model = spec.model_cls(args)
     build_model_converters(job, dims).convert(model)
     return spec.parallelize_fn(model, dims, job)
-
-
-@contextmanager
-def _own_words(name: str) -> Generator[None]:
-    """Tell a failure of the job's own code with its own error."""
-    try:
-        yield
-    except AuditError:
-        raise
-    except Exception as error:
-        failure = Failure(error)
-        # Checks of degrees and options in torchtitan and in parallelize functions raise these.
-        if isinstance(error, (AssertionError, ValueError, NotImplementedError, ImportError, KeyError)):
-            raise BuildError(
-                f"{name} cannot be built as configured: {failure.what} ({failure.place})."
-            ) from error
-        raise IncompleteError(
-            f"{name} failed while it was built: {failure.what} ({failure.place}).", details=failure.details
-        ) from error

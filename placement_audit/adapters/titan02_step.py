@@ -71,7 +71,7 @@ def run_step(trainer: Any, tokens: torch.Tensor, labels: torch.Tensor, batch_ran
     kwargs: dict[str, Any] = {}
     if "global_valid_tokens" in inspect.signature(trainer.forward_backward_step).parameters:
         # 0.2.2: the loss is a sum over this number, the count over all data-parallel ranks.
-        ignored = sum(_ignored(r, batch_ranks, labels.numel()) for r in range(batch_ranks))
+        ignored = sum(ignored_labels(r, batch_ranks, labels.numel()) for r in range(batch_ranks))
         kwargs["global_valid_tokens"] = float(labels.numel() * batch_ranks - ignored)
     return trainer.forward_backward_step(input_dict={"input": tokens}, labels=labels, **kwargs)
 
@@ -95,13 +95,15 @@ def batch_of(
         return tokens, labels
     generator = torch.Generator().manual_seed(seed + rank)
     tokens, labels = (torch.randint(args.vocab_size, shape, generator=generator) for _ in range(2))
-    ignored = torch.randperm(labels.numel(), generator=generator)[: _ignored(rank, ranks, labels.numel())]
+    ignored = torch.randperm(labels.numel(), generator=generator)[
+        : ignored_labels(rank, ranks, labels.numel())
+    ]
     labels.view(-1)[ignored] = _IGNORE_INDEX
     return tokens.to(device), labels.to(device)
 
 
-def _ignored(rank: int, ranks: int, numel: int) -> int:
-    """Labels to ignore in one batch: another number on each rank, less than half."""
+def ignored_labels(rank: int, ranks: int, numel: int) -> int:
+    """Labels to ignore in one batch of ``numel`` labels: another number on each rank, less than half."""
     return numel * (rank + 1) // (2 * ranks + 2)
 
 

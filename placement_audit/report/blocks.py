@@ -11,16 +11,29 @@ from placement_audit.report.names import PARAM, Group
 from placement_audit.report.table import BAD
 from placement_audit.report.words import column, labelled, layout_text, listed, plural, wrapped
 from placement_audit.tracing import Trace
-from placement_audit.verdicts import PathStep, Severity
+from placement_audit.verdicts import Edit, EditStatus, PathStep, Severity
 
 GROUPS_SHOWN = 12
 """Name groups listed in one block; the JSON report has them all."""
 
 EVIDENCE_SHOWN = 3
 
+DIFF_SHOWN = 16
+"""Lines of an edit's diff: enough for one call, and for the import that it needs."""
 
-def finding_block(block: Block, trace: Trace, width: int) -> Iterator[Text]:
-    """One folded finding; names, paths and code lines stand as they are and are never cut."""
+
+def finding_block(
+    block: Block, trace: Trace, width: int, edit: Edit | None = None, *, diff: bool = True
+) -> Iterator[Text]:
+    """One folded finding; names, paths and code lines stand as they are and are never cut.
+
+    Args:
+        block: the finding.
+        trace: that it is about.
+        width: to wrap at.
+        edit: what would mend it.
+        diff: whether to show the edit's; a reader who has seen it needs it no second time.
+    """
     first = block.first
     style = BAD if first.severity is Severity.ERROR else "bold yellow"
     title = f"{first.rule_id} {first.rule_name}"
@@ -28,6 +41,8 @@ def finding_block(block: Block, trace: Trace, width: int) -> Iterator[Text]:
         (title, style), (_about(block), "bold"), f"   mesh dim {first.mesh_dim}   {first.severity}"
     )
     yield from map(Text, _body(block, trace, width))
+    if edit is not None:
+        yield from map(Text, edit_lines(edit, width, diff=diff))
 
 
 def note_block(block: Block, width: int) -> Iterator[str]:
@@ -52,6 +67,25 @@ def remark_lines(remark: Remark, text: str, everywhere: bool, width: int) -> Ite
     text = text.replace(PARAM, remark.groups[0].name if remark.count == 1 else "each of them")
     where = "" if everywhere else f"on {listed(remark.mesh_dims)}: "
     yield from wrapped(where + text, head="    ", width=width)
+
+
+def edit_lines(edit: Edit, width: int, *, diff: bool = True) -> Iterator[str]:
+    """What is to be said of an edit, and its diff without the lines that stay; the JSON report has it whole."""
+    if edit.status is not EditStatus.SHOWN:
+        head = f"{edit.status}: {edit.proof}"
+    elif not edit.diff:
+        head = edit.reason
+    else:
+        head = (
+            f"safe, --fix proves and applies it: {edit.reason}" if edit.safe else f"shown only: {edit.reason}"
+        )
+    yield from labelled("edit", head, width=width)
+    if not edit.diff:
+        return
+    changed = [line for line in edit.diff.splitlines() if not line.startswith(" ")]
+    if len(changed) > DIFF_SHOWN:
+        changed = [*changed[:DIFF_SHOWN], f"and {len(changed) - DIFF_SHOWN} more lines in the JSON report"]
+    yield from column("", changed if diff else [f"{edit.path}:{edit.line}, as above"])
 
 
 def _about(block: Block) -> str:

@@ -22,6 +22,7 @@ WORST_FIRST = (
     Verdict.WRONG_SCALE,
     Verdict.WRONG_PLACEMENT,
     Verdict.RANKS_DISAGREE,
+    Verdict.WRONG_GRADIENT,
     Verdict.NO_GRADIENT,
     Verdict.NOT_JUDGED,
     Verdict.DEFERRED,

@@ -163,6 +163,10 @@ def _intern_trace(raw: Json, trace: Trace, tables: _Tables) -> None:
 
 def _intern_boundary(raw: Json, boundary: Boundary, tables: _Tables) -> None:
     tables.replace(raw, boundary, BOUNDARY_TABLES)
+    if not boundary.own_dims:
+        del raw["own_dims"]  # as nearly always: thousands of empty lists say nothing
+    if not boundary.name:
+        del raw["name"]
     if boundary.grad is not None:
         tables.replace(raw["grad"], boundary.grad, CROSSING_TABLES)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from placement_audit.report import fold
-from placement_audit.report.blocks import finding_block, note_block, remark_lines
+from placement_audit.report.blocks import edit_lines, finding_block, note_block, remark_lines
 from placement_audit.report.numbers import measured_lines
 from placement_audit.report.table import BAD, parameter_table
 from placement_audit.report.words import (
@@ -22,7 +22,7 @@ from placement_audit.report.words import (
     wrapped,
 )
 from placement_audit.tracing import Phase
-from placement_audit.verdicts import Outcome, Report, Severity, Verdict
+from placement_audit.verdicts import Edit, EditStatus, Outcome, Report, Severity, Verdict
 
 SEEN_TO_REDUCE = (2, 13)
 """First torch version whose clip_grad_norm_ and optimizers were seen to reduce a Partial gradient."""
@@ -45,12 +45,17 @@ def print_report(report: Report, console: Console) -> None:
     lines(_counts(report, width))
     lines(measured_lines(report, width))
     blocks = fold.fold_findings(report)
+    edits = {fingerprint: edit for edit in report.edits for fingerprint in edit.fingerprints}
+    told: set[Edit | None] = set()
     for block in blocks:
         if block.first.severity is not Severity.NOTE:
             console.print()
-            lines(finding_block(block, report.trace, width))
+            edit = edits.get(block.first.fingerprint)
+            lines(finding_block(block, report.trace, width, edit, diff=edit not in told))
+            told.add(edit)
     lines(_section("not judged", _not_judged(report, width)))
     lines(_section("notes", _notes(report, blocks, width)))
+    lines(_section("mended", _mended(report, width)))
     lines(_section("what this evidence cannot see", _blind_spots(report, width)))
     console.print()
     console.print(summary(report), soft_wrap=True)
@@ -143,6 +148,13 @@ def _notes(report: Report, blocks: tuple[fold.Block, ...], width: int) -> Iterat
         if count:
             text = f"{what} {'was' if count == 1 else 'were'} taken as equal on all ranks."
             yield from map(Text, wrapped(text, head="  ", width=width))
+
+
+def _mended(report: Report, width: int) -> Iterator[Text]:
+    for edit in report.edits:
+        if edit.status is EditStatus.APPLIED:
+            yield Text(f"  {edit.path}:{edit.line}")
+            yield from map(Text, edit_lines(edit, width))
 
 
 def _everywhere(report: Report, remark: fold.Remark) -> bool:

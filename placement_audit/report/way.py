@@ -35,6 +35,7 @@ _STATES = {
     StateKind.AMBIGUOUS: "equal on all ranks, complete or one term of a sum",
     StateKind.MIXED: "a complete part plus each rank's own",
     StateKind.LOST: "incomplete, terms of other ranks are gone",
+    StateKind.TERM: "each rank its own term",
 }
 """Plain words for what a gradient really is along a mesh dim."""
 

@@ -53,6 +53,9 @@ def report_on(value: str) -> Report:
         elif value == "a term, and a sum":
             out = term + funcol.all_reduce(term, "sum", mesh.get_group("tp"))
             out = DTensor.from_local(out, mesh, [Partial()])
+        elif value == "a term, and the whole table":
+            whole = model.w.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            out = DTensor.from_local(term + F.embedding(TOKENS, whole), mesh, [Partial()])
         else:
             out = DTensor.from_local(term, mesh, [Replicate()])
         out.redistribute(placements=[Replicate()]).to_local().square().sum().backward()
@@ -68,6 +71,7 @@ def report_on(value: str) -> Report:
         ("a term, and elsewhere an equal value", Verdict.NOT_JUDGED),
         ("the sum", Verdict.NOT_JUDGED),
         ("a term, and a sum", Verdict.NOT_JUDGED),
+        ("a term, and the whole table", Verdict.NOT_JUDGED),
     ],
 )
 def test_a_shard_that_fed_a_partial_value(value: str, expected: Verdict) -> None:

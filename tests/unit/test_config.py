@@ -80,7 +80,11 @@ def test_the_hash_covers_both_files(write):
     ("table", "words"),
     [
         ("worldsize = 2", "placement_audit.worldsize: unknown key. Did you mean 'world_size'?"),
-        ("nproc = 2", "placement_audit.nproc: unknown key. Known keys: device, job, timeout, world_size."),
+        (
+            "nproc = 2",
+            "placement_audit.nproc: unknown key. Known keys: config, device, job, module, overrides, timeout, "
+            "world_size.",
+        ),
         (
             'world_size = "2"',
             'placement_audit.world_size: expected a whole number, 1 or more; got "2" (string).',
@@ -96,6 +100,22 @@ def test_the_hash_covers_both_files(write):
         ("timeout = nan", "got nan (float)."),
         ('device = "gpu"', 'placement_audit.device: expected "auto", "cpu" or "cuda"; got "gpu" (string).'),
         ("job = 3", "placement_audit.job: expected the path of a torchtitan job file, as a string; got 3"),
+        (
+            "overrides = 3",
+            "placement_audit.overrides: expected an array of torchtitan's own options, each word",
+        ),
+        (
+            "overrides = [3]",
+            "placement_audit.overrides: expected an array of torchtitan's own options, each word",
+        ),
+        (
+            "module = 3",
+            "placement_audit.module: expected what torchtitan 0.3 takes as --module, as a string; got",
+        ),
+        (
+            'config = ""',
+            "placement_audit.config: expected what torchtitan 0.3 takes as --config, the name of a",
+        ),
         ('job = ""', 'placement_audit.job: expected the path of a torchtitan job file, as a string; got ""'),
     ],
 )
@@ -160,6 +180,50 @@ def test_shipped_jobs_are_plain_torchtitan_jobs(name):
     job = load(str(CONFIGS / f"{name}.toml")).job
     assert job["model"]["name"] == "simple_fsdp.llama3"
     assert job["job"]["custom_config_module"] == "torchtitan.experiments.simple_fsdp.job_config"
+
+
+REGISTERED = '[placement_audit]\nmodule = "m"\nconfig = "c"\n'
+
+
+def test_a_file_may_name_a_registered_job(write):
+    config = load(write(f'{REGISTERED}overrides = ["--a.b", "2"]\n'), overrides=["--a.b", "3"])
+    assert (config.module, config.config_name, config.job) == ("m", "c", {})
+    assert config.overrides == ("--a.b", "2", "--a.b", "3"), "what is typed comes last, and beats the file"
+
+
+def test_so_may_the_command_line():
+    config = load("c", module="m", overrides=["--a.b", "3"], world_size=4)
+    assert (config.module, config.config_name, config.job, config.sha256) == ("m", "c", {}, "")
+    assert (config.path, config.overrides, config.world_size) == ("--module m --config c", ("--a.b", "3"), 4)
+    assert (config.timeout, config.device) == (DEFAULT_TIMEOUT, "auto")
+
+
+def test_a_toml_jobs_file_may_have_overrides_too(write):
+    config = load(write(f'{JOB}[placement_audit]\noverrides = ["--model.flavor", "8B"]\n'))
+    assert (config.module, config.config_name) == (None, None)
+    assert config.overrides == ("--model.flavor", "8B")
+
+
+@pytest.mark.parametrize(("given", "other"), [("module", "config"), ("config", "module")])
+def test_a_registered_job_has_two_names(write, given, other):
+    message = refused(write(f'[placement_audit]\n{given} = "x"\n'))
+    assert f"placement_audit.{given} needs placement_audit.{other} beside it" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (f"{JOB}{REGISTERED}", "has [model], [parallelism] too"),
+        (f'{REGISTERED}job = "x"', "has placement_audit.job too"),
+    ],
+)
+def test_a_file_names_one_job(write, text, what):
+    assert what in refused(write(text))
+
+
+def test_the_shipped_registered_job():
+    config = load(str(CONFIGS / "titan03_fsdp_tp.toml"))
+    assert (config.module, config.config_name) == ("graph_trainer.llama3", "graph_trainer_llama3_debugmodel")
 
 
 def test_near_miss_takes_dashes_and_case_for_typing():

@@ -233,3 +233,7 @@ def test_collective_of_a_foreign_group_is_named_by_its_ranks() -> None:
     odd = replace(trace.collectives[0], mesh_dims=(), group_ranks=(0, 3))
     trace = replace(trace, collectives=(odd,))
     assert fold.collective_count(trace, Phase.FORWARD) == {"all_gather over a group of 2 ranks in float32": 1}
+
+
+def test_every_verdict_has_its_place_among_the_worst() -> None:
+    assert sorted(fold.WORST_FIRST) == sorted(Verdict)

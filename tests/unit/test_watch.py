@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from placement_audit import preflight, ranks, store, watch
+from placement_audit import preflight, ranks, store
+from placement_audit import ranks_watch as watch
 from placement_audit.config import AuditConfig
 from placement_audit.errors import AuditError, IncompleteError
 from placement_audit.partial import Partial, Reader
