@@ -193,6 +193,10 @@ class Flow(EagerMode):
             return self._collective(func, args, kwargs)
         out = func(*args, **kwargs)
         ledger = self.ledger
+        if traits.lifts:
+            ledger.put(out, ledger.invariant)
+            self.params.pop(storage_key(local_of(out)), None)
+            return out
         if traits.views and not ledger.any_own and shares(out, args):
             return out  # same storage, same state, same parameter
         ins = tensors(args, kwargs)

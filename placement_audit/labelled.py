@@ -106,8 +106,6 @@ class Labelled:
             name = self.world.dims[d]
             if name not in before:
                 return state
-            if state.kind in (StateKind.AMBIGUOUS, StateKind.TERM) and before[name] != after[name]:
-                ledger.unclear.add(d)
             return states.relabel(state, before[name], after[name], self.world.sizes[d], is_grad=grad)
 
         return ledger.changed(sid, change)

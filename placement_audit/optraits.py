@@ -48,6 +48,7 @@ class OpTraits:
         foreach_in_place: it changes lists of tensors and returns nothing.
         views: its results share its one input's storage, as its schema says.
         passes_on: with one input, its result is that tensor in another form.
+        lifts: it makes a tensor of Python numbers, whose address may have been another tensor's.
     """
 
     collective: bool
@@ -63,6 +64,7 @@ class OpTraits:
     foreach_in_place: bool
     views: bool
     passes_on: bool
+    lifts: bool
 
 
 known: dict[Any, OpTraits] = {}
@@ -87,6 +89,7 @@ def traits_of(func: Any) -> OpTraits:
         foreach_in_place=name.startswith("_foreach") and schema.is_mutable,
         views=_is_view(schema),
         passes_on=name in _PASSES_ON,
+        lifts=name == "lift_fresh",
     )
     return traits
 

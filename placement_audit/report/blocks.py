@@ -84,7 +84,8 @@ def edit_lines(edit: Edit, width: int, *, diff: bool = True) -> Iterator[str]:
         return
     changed = [line for line in edit.diff.splitlines() if not line.startswith(" ")]
     if len(changed) > DIFF_SHOWN:
-        changed = [*changed[:DIFF_SHOWN], f"and {len(changed) - DIFF_SHOWN} more lines in the JSON report"]
+        added, gone = (sum(line.startswith(c) for line in changed) - 1 for c in "+-")  # 1: the file's names
+        changed = [f"{edit.path}, {added} lines added, {gone} removed: the JSON report has the diff"]
     yield from column("", changed if diff else [f"{edit.path}:{edit.line}, as above"])
 
 

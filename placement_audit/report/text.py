@@ -97,7 +97,9 @@ def _header(report: Report, width: int) -> Iterator[Text]:
     tail = f" on {versions}" if versions else ""
     yield Text.assemble((f"placement-audit {run.tool_version}", "bold"), tail)
     varies = f"; the batch varies over {listed(report.trace.batch_dims)}" if report.trace.batch_dims else ""
-    config = f"{run.config_path} (sha256 {run.config_sha256[:12]})" if run.config_path else "none"
+    config = run.config_path or "none"
+    if run.config_sha256 and run.config_path:
+        config += f" (sha256 {run.config_sha256[:12]})"
     if run.overrides:
         config += " with " + " ".join(run.overrides)
     rows = [

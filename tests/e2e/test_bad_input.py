@@ -112,12 +112,12 @@ def test_typed_verbose_adds_the_traceback(work_folder):
 
 
 def test_typed_an_unsupported_torchtitan(work_folder):
-    info = work_folder / "site" / "torchtitan-0.3.0.dist-info"
+    info = work_folder / "site" / "torchtitan-0.4.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.3.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.4.0\n")
     done = typed("--config", "job.toml", env={"PYTHONPATH": str(work_folder / "site")})
     message = told(done.returncode, done.stdout, done.stderr)
-    assert message.startswith("torchtitan 0.3.0 is not supported: expected 0.2.0 to 0.2.2")
+    assert message.startswith("torchtitan 0.4.0 is not supported: expected 0.2.0 to 0.2.2")
 
 
 # --------------------------------------------------------------------------- what is installed
@@ -143,6 +143,7 @@ def test_triton_is_missing(capsys, monkeypatch):
     ("package", "version", "words"),
     [
         ("torchtitan", "0.1.0", "torchtitan 0.1.0 is not supported: expected 0.2.0 to 0.2.2"),
+        ("torchtitan", "0.3.0", "a TOML job file is torchtitan 0.2's, and torchtitan 0.3.0 is installed"),
         ("torch", "2.9.1+cu128", "torch 2.9.1+cu128 is not supported: expected 2.10 or newer"),
     ],
 )
@@ -150,6 +151,18 @@ def test_unsupported_versions(capsys, monkeypatch, package, version, words):
     real = environment.version_of
     monkeypatch.setattr(environment, "version_of", lambda n: version if n == package else real(n))
     assert called(capsys, "--config", "job.toml").startswith(words)
+
+
+def test_a_registered_job_needs_the_torchtitan_that_has_them(capsys, monkeypatch):
+    registered = ("--module", "graph_trainer.llama3", "--config", "graph_trainer_llama3_debugmodel")
+    message = called(capsys, *registered)
+    assert message.startswith(
+        "a job by --module and --config is torchtitan 0.3's, and torchtitan 0.2.2 is installed"
+    )
+    real = environment.version_of
+    versions = {"torchtitan": "0.3.0", "torch": "2.10.0"}
+    monkeypatch.setattr(environment, "version_of", lambda n: versions.get(n) or real(n))
+    assert called(capsys, *registered).startswith("torch 2.10.0 is not supported: expected 2.11 or newer")
 
 
 def test_a_checkout_on_the_path_says_its_own_version(work_folder, monkeypatch):

@@ -310,12 +310,11 @@ def test_edits_survive_a_saved_report(tmp_path: Path) -> None:
     assert m.stock_report() == loads(dumps(m.stock_report()))
 
 
-def test_a_long_diff_is_cut_short_in_the_text_report(tmp_path: Path) -> None:
+def test_a_long_diff_is_counted_in_the_text_report(tmp_path: Path) -> None:
     world = World(tmp_path, "a.py")
     made, _ = attach(replace(world.report(world.texts()), measurement=None), [tmp_path])
-    long = "".join(f"+line {i}\n" for i in range(40))
+    long = "-line\n" + "".join(f"+line {i}\n" for i in range(40))
     made = replace(made, edits=(replace(made.edits[0], diff=f"--- a\n+++ b\n@@ @@\n{long}"),))
     text = render(made, "text", width=100, color="never")
-    assert "+line 12\n" in text
-    assert "+line 13\n" not in text
-    assert "and 27 more lines in the JSON report" in text
+    assert "+line 0\n" not in text
+    assert "a.py, 40 lines added, 1 removed: the JSON report has the diff" in text
