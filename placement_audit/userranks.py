@@ -1,0 +1,101 @@
+"""Numbers that differ between ranks, for a user's program: found where other ranks can be had, real or played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from placement_audit.apart import Met, Stream, Varying, difference, varying
+from placement_audit.case import Case
+from placement_audit.dtensor_api import forget_meshes
+from placement_audit.measure.exchange import gather
+from placement_audit.measure.labels import coordinates
+from placement_audit.second_rank import told
+from placement_audit.trace import Tracer
+from placement_audit.world import World
+
+
+def played(build: Callable[[int], Case], rank: int = 0) -> Case:
+    """The case of ``rank``, with what the ranks beside it do otherwise; alone, on the fake process group.
+
+    Args:
+        build: makes the job as a rank sees it, on a process group of its own.
+        rank: whose case is wanted.
+    """
+
+    def made(as_rank: int) -> Case:
+        forget_meshes()
+        return build(as_rank)
+
+    world, mine, _ = _met(made(rank))
+    differ: dict[int, frozenset[tuple[int, int]]] = {}
+    noise: frozenset[tuple[int, int]] | None = None
+    notes: list[str] = []
+    for d in world.axes:
+        found = difference(mine, _met(made(world.neighbour(d)))[1])
+        if found.parted:
+            notes.append(told(world.dims[d], found))
+        if found.at and noise is None:
+            # What differs between two runs of one rank (memory that was never written) is no rank's doing.
+            noise = difference(mine, _met(made(rank))[1]).at
+        differ[d] = found.at - (noise or frozenset())
+    return _knowing(made(rank), varying(mine, differ), notes, world)
+
+
+def met_by_all(case: Case) -> tuple[Case, Any]:
+    """The case with what differs between the real ranks; collective, runs the step once.
+
+    Args:
+        case: on real ranks.
+
+    Returns:
+        (the case, what its step returned).
+    """
+    world, mine, loss = _met(case)
+    streams = gather([replace(m, site=_place(m.site)) for m in mine])
+    at = coordinates(world)
+    tokens = [m.token for m in streams[world.rank]]
+    alike = [r for r, s in enumerate(streams) if [m.token for m in s] == tokens]
+    differ: dict[int, frozenset[tuple[int, int]]] = {}
+    notes: list[str] = []
+    for d in world.axes:
+        found: set[tuple[int, int]] = set()
+        for r in alike:
+            for other in _line(at, r, d):
+                seen = difference(streams[r], streams[other])
+                found |= seen.at
+                if seen.parted and r == world.rank:
+                    notes.append(told(world.dims[d], seen))
+        differ[d] = frozenset(found)
+    return _knowing(case, varying(mine, differ), notes[:1], world), loss
+
+
+def _line(at: dict[int, tuple[int, ...]], rank: int, d: int) -> list[int]:
+    """The other ranks that differ from ``rank`` in one coordinate alone."""
+    here = at[rank]
+    return [r for r, c in at.items() if r != rank and (*c[:d], *c[d + 1 :]) == (*here[:d], *here[d + 1 :])]
+
+
+def _met(case: Case) -> tuple[World, Sequence[Met], Any]:
+    """(world, the ops of one step, what the step returned)."""
+    # Once before: what DTensor works out about an op the first time it meets it, it then remembers.
+    case.step()
+    tracer = Tracer(case)
+    stream = tracer.stream = Stream()
+    loss = tracer.run()
+    return tracer.world, stream.met, loss
+
+
+def _place(site: Any) -> Any:
+    """A site as another process knows it."""
+    return None if site is None else (site[0].co_filename, *site[1:])
+
+
+def _knowing(case: Case, differing: Varying, notes: list[str], world: World) -> Case:
+    return replace(
+        case,
+        varying=differing,
+        other_ranks=tuple(world.neighbour(d) for d in world.axes),
+        notes=(*case.notes, *notes),
+    )

@@ -1,0 +1,13 @@
+"""A public benchmark of seeded faults: small programs in right and wrong variants, with their numeric truth."""
+
+from tests.faults import biases_and_losses, data_parallel, dtensor_boundaries, plain_tensors, readers
+
+FAMILIES = (
+    *dtensor_boundaries.FAMILIES,
+    *biases_and_losses.FAMILIES,
+    *data_parallel.FAMILIES,
+    *readers.FAMILIES,
+    *plain_tensors.FAMILIES,
+)
+
+BY_NAME = {f.name: f for f in FAMILIES}
