@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as _redistribute
 import torch.distributed.tensor.debug as _dtensor_debug
+from torch import nn
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +52,7 @@ __all__ = [
     "placement_of",
     "rank_map_of",
     "reduce_op_of",
+    "registered",
     "relabelling",
     "replaced_everywhere",
     "root_mesh",
@@ -186,6 +188,11 @@ def in_backward() -> bool:
 def in_recompute() -> bool:
     """True while activation checkpointing runs the forward again inside backward."""
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+def registered(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters as they are now, without what a property or a parametrization makes of them."""
+    return module._parameters
 
 
 def mark_node(node: Any, mark: object) -> None:

@@ -24,6 +24,7 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
+from placement_audit.inplace import written, written_foreach
 from placement_audit.labelled import Labelled
 from placement_audit.ledger import Ledger
 from placement_audit.model import Layout
@@ -182,10 +183,15 @@ class Flow(EagerMode):
         ledger = self.ledger
         sid = ledger.get(x)
         cut = cut and ledger.is_grad(sid)
-        new = ledger.changed(sid, lambda d, s: states.sliced(s, is_grad=cut) if d in dims else s)
-        if new != sid:
-            write = ledger.put_alone if alone else ledger.put
-            write(local_of(x), new)
+
+        def differs(sid: int) -> int:
+            return ledger.changed(sid, lambda d, s: states.sliced(s, is_grad=cut) if d in dims else s)
+
+        new = differs(sid)
+        if new != sid and alone:
+            ledger.put_alone(local_of(x), new)
+        elif new != sid:
+            ledger.written(x, new, lambda _inside, was: differs(was))
 
     def _plain_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         traits = _traits.get(func) or traits_of(func)
@@ -197,13 +203,13 @@ class Flow(EagerMode):
             ledger.put(out, ledger.invariant)
             self.params.pop(storage_key(local_of(out)), None)
             return out
-        if traits.views and not ledger.any_own and shares(out, args):
+        if traits.views and shares(out, args) and not ledger.has_own(args[0]):
             return out  # same storage, same state, same parameter
         ins = tensors(args, kwargs)
         outs = [out] if isinstance(out, torch.Tensor) else flat(out)
         if not outs:
             if traits.foreach_in_place:
-                self._foreach_in_place(traits, args)
+                written_foreach(ledger, traits, args)
                 if traits.scales:
                     self._tell_scaled(func, args, args[0])
             return out
@@ -229,8 +235,10 @@ class Flow(EagerMode):
             o.untyped_storage()._cdata if type(o) is torch.Tensor else storage_key(local_of(o)) for o in outs
         ]
         for o, key in zip(outs, out_keys, strict=True):
-            if key not in in_keys or traits.mutates:
+            if key not in in_keys:
                 ledger.put_by(o, key, sid)
+            elif traits.mutates:
+                written(ledger, traits, ins, o, sid)
             elif ledger.get_by(o, key) != sid:
                 # A view of an input must not rewrite the input.
                 ledger.put_alone(o, sid)
@@ -256,16 +264,6 @@ class Flow(EagerMode):
         if traits.random and not in_backward():
             self.random_ops += 1
         return ledger.invariant
-
-    def _foreach_in_place(self, traits: OpTraits, args: Any) -> None:
-        ledger = self.ledger
-        others = [a for a in args[1:] if isinstance(a, list | tuple) and a and isinstance(a[0], torch.Tensor)]
-        for i, x in enumerate(args[0]):
-            sids = [ledger.get(x), *(ledger.get(o[i]) for o in others)]
-            if traits.copies:
-                ledger.put(x, sids[-1])
-            elif not traits.zeros:
-                ledger.put(x, ledger.combine(sids, adds=traits.adds))
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         after_backward = not in_backward() and not in_recompute()

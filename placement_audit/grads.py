@@ -6,7 +6,7 @@ boundary of its own, so that it is shown on the parameter's way and named where 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,18 @@ from placement_audit.crossings import RawBoundary
 from placement_audit.dtensor_api import (
     DTensor,
     accumulating,
+    clean_fqn,
     dtype_name,
     in_backward,
     in_recompute,
     local_of,
     mark_of,
+    registered,
     storage_key,
 )
 from placement_audit.intercept import Interceptor
 from placement_audit.model import Layout, State, StateKind
+from placement_audit.opargs import extent
 from placement_audit.tracing import Phase
 
 
@@ -54,6 +57,7 @@ class Grads:
         interceptor: Interceptor,
         params: Sequence[tuple[str, nn.Parameter]],
         batch_dims: Collection[str],
+        model: nn.Module | None = None,
     ) -> None:
         """See the class.
 
@@ -61,7 +65,13 @@ class Grads:
             interceptor: keeps the boundaries.
             params: (FQN, parameter), in the model's order.
             batch_dims: mesh dims over which the batch varies.
+            model: whose parameters they are; FSDP2 puts others in their places while it computes.
         """
+        self._places = [
+            (clean_fqn(f"{prefix}.{name}" if prefix else name), module, name)
+            for prefix, module in (model.named_modules() if model is not None else ())
+            for name in registered(module)
+        ]
         self._of_batch = [parent in batch_dims for parent in interceptor.flow.world.parents]
         self.losses: dict[tuple[int, callsite.RawSite | None], dict[int, str]] = {}
         self._interceptor = interceptor
@@ -69,7 +79,7 @@ class Grads:
         self._params = params
         self._names = {id(p): fqn for fqn, p in reversed(params)}
         self._read: dict[int, RawGrad | None] = {}
-        self._by_storage: dict[int, str] = {}
+        self._by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         self._stale = True
 
     @contextmanager
@@ -165,43 +175,60 @@ class Grads:
 
     def reduced(
         self, call: CollectiveCall, sent: torch.Tensor, before: int, after: int
-    ) -> tuple[int, RawBoundary | None]:
+    ) -> tuple[Callable[[int, int], int], RawBoundary | None]:
         """A collective changed a gradient: a boundary of its own, unless it is part of one.
 
         Returns:
-            The state after, with the boundary in its story where that is what went wrong; the boundary.
+            (state before, state after) -> the state after, with the boundary in its story where that is what went
+            wrong; the boundary.
         """
         owner, _ = self._interceptor.running()
         if owner is not None or self._flow.inside_dtensor_op:
-            return after, None
+            return lambda _before, after: after, None
         raw = self._interceptor.note(call.name, sent, printed=False)
         raw.phase = Phase.BACKWARD
         raw.value_sid = before
         raw.param_fqn = self._name_of(sent)
         ledger = self._flow.ledger
-        was = ledger.vector(before)
 
-        def change(d: int, state: State) -> State:
-            if state.scale != was[d].scale or (state.kind is StateKind.LOST) > (
-                was[d].kind is StateKind.LOST
-            ):
-                return states.blamed(state, raw.index)
-            return state
+        def told(before: int, after: int) -> int:
+            was = ledger.vector(before)
 
-        after = ledger.changed(after, change)
+            def change(d: int, state: State) -> State:
+                lost = state.kind is StateKind.LOST and was[d].kind is not StateKind.LOST
+                return states.blamed(state, raw.index) if lost or state.scale != was[d].scale else state
+
+            return ledger.changed(after, change)
+
         crossing = self._interceptor.arrived(raw, sent, printed=False)
-        crossing.arrived_sid, crossing.left_sid = before, after
-        return after, raw
+        crossing.arrived_sid, crossing.left_sid = before, told(before, after)
+        return told, raw
 
     def _name_of(self, g: torch.Tensor) -> str | None:
         """The parameter whose gradient it is."""
         p = accumulating()
         if p is not None and p.shape == g.shape:
             return self._names.get(id(p))
-        key = storage_key(local_of(g))
+        key, at = storage_key(local_of(g)), extent(local_of(g))
         if self._stale and key not in self._by_storage:
-            self._by_storage = {
-                storage_key(local_of(p.grad)): fqn for fqn, p in self._params if p.grad is not None
-            }
+            self._by_storage = {}
+            for fqn, p in self._params:
+                if p.grad is not None:
+                    self._by_storage.setdefault(storage_key(local_of(p.grad)), []).append((fqn, p))
             self._stale = False
-        return self._by_storage.get(key)
+        # Several may lie in one buffer; a reduction of more than one is none's own.
+        for fqn, p in self._by_storage.get(key, ()):
+            if _lies_at(p.grad, key, at):
+                return fqn
+        if not in_backward():
+            return None
+        in_place = ((fqn, registered(module).get(name)) for fqn, module, name in self._places)
+        return next((fqn for fqn, p in in_place if p is not None and _lies_at(p.grad, key, at)), None)
+
+
+def _lies_at(grad: torch.Tensor | None, key: int, at: tuple[int, int]) -> bool:
+    """Whether a gradient is at these bytes of this storage."""
+    if grad is None:
+        return False
+    local = local_of(grad)
+    return storage_key(local) == key and extent(local) == at

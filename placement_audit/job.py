@@ -26,7 +26,9 @@ class Job:
     Attributes:
         model: parallelised; its parameters are what is judged, DTensors or plain tensors.
         step: takes no arguments; runs one forward and backward on this rank's batch and leaves the gradients in
-            ``.grad``. One that runs the forward alone returns the loss, and ``backward()`` is called on it.
+            ``.grad``. One that runs the forward alone returns the loss, and ``backward()`` is called on it. A trace
+            runs it once; a measured audit runs it several times more, so that a step which takes its batch from
+            a data loader gets another one each time and the runs cannot be compared: take the batch before.
         mesh: the DeviceMesh, or one of its parts; None to take it from the parameters. Its dims need names.
         inputs: the tensors of the batch, in any nesting of tuples, lists and dicts; () where the batch is what
             the model's forward is called with.

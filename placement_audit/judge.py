@@ -14,6 +14,7 @@ from fractions import Fraction
 
 from placement_audit.measurement import Measurement
 from placement_audit.model import REPLICATE, Placement, State, StateKind
+from placement_audit.reading import describe, read_factor, shards_added_up
 from placement_audit.rules.boundary import boundary_findings
 from placement_audit.rules.departures import located
 from placement_audit.rules.dtype import dtype_findings
@@ -21,8 +22,9 @@ from placement_audit.rules.gradient import gradient_findings
 from placement_audit.rules.loss import loss_findings
 from placement_audit.rules.measured import measured_findings
 from placement_audit.rules.remedy import with_remedies
+from placement_audit.settle import settled
 from placement_audit.tracing import ParamRecord, Trace
-from placement_audit.verdicts import GOOD, Evidence, Judgement, Outcome, Report, Severity, Verdict
+from placement_audit.verdicts import GOOD, Evidence, Judgement, Outcome, Report, Verdict
 from placement_audit.weigh import Contradiction, weigh
 
 _NUMBERS = (
@@ -89,25 +91,16 @@ def judge(
         findings += tuple(measured_findings(trace, judgements, measurement, contradictions))
         findings = tuple(located(findings, measurement))
     findings = with_remedies(trace, findings, judgements, measured=measurement is not None)
-    order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
-    findings = tuple(sorted(findings, key=lambda f: (order[f.severity], f.rule_id)))
-    judged = any(j.verdict is not Verdict.NOT_JUDGED for j in judgements)
-    if contradictions:
-        outcome, status = Outcome.INCOMPLETE, 3
-    elif any(f.severity is Severity.ERROR for f in findings):
-        outcome, status = Outcome.FINDINGS, 1
-    elif not judged:
-        outcome, status = Outcome.INCOMPLETE, 3
-    else:
-        outcome, status = Outcome.CLEAN, 0
-    return Report(
-        outcome=outcome,
-        exit_status=status,
-        judgements=judgements,
-        findings=findings,
-        blind_spots=_blind_spots(trace) if measurement is None else MEASURED_BLIND_SPOTS,
-        trace=trace,
-        measurement=measurement,
+    return settled(
+        Report(
+            outcome=Outcome.CLEAN,
+            exit_status=0,
+            judgements=judgements,
+            findings=findings,
+            blind_spots=_blind_spots(trace) if measurement is None else MEASURED_BLIND_SPOTS,
+            trace=trace,
+            measurement=measurement,
+        )
     )
 
 
@@ -124,28 +117,6 @@ def _disagreeing(trace: Trace, j: Judgement, spreads: tuple[float | None, ...] |
         reason=reason,
         evidence=(*j.evidence, Evidence(strength="measured", statement=reason)),
     )
-
-
-def read_factor(label: Placement, state: State, size: int) -> Fraction | None:
-    """How many times the true gradient a reader gets who trusts the label; None where it is no multiple.
-
-    Args:
-        label: the gradient's placement on the mesh dim.
-        state: what it really is.
-        size: ranks along the mesh dim.
-    """
-    if state.scale is None or state.kind in (StateKind.MIXED, StateKind.LOST, StateKind.AMBIGUOUS):
-        return None
-    if state.kind is StateKind.ZERO:
-        return Fraction(1)
-    complete = state.kind is StateKind.INVARIANT
-    if label.is_partial:
-        if label.reduce_op == "avg":
-            return state.scale if complete else state.scale / size
-        return state.scale * size if complete else state.scale
-    if label.is_replicate and not complete:
-        return None
-    return state.scale
 
 
 def _baseline(trace: Trace, dim: int, name: str) -> Fraction:
@@ -194,6 +165,10 @@ def _judgement(trace: Trace, p: ParamRecord, dim: int, name: str, baseline: Frac
     label = _label(p, name)
     factor = read_factor(label, state, size)
     verdict, reason = _verdict(trace, p, name, expected, label, state, factor, baseline, size)
+    added_up = shards_added_up(trace, p, dim) if label.is_shard and verdict in GOOD else None
+    if added_up is not None:
+        verdict, factor = Verdict.WRONG_PLACEMENT, None
+        reason = f"the gradients of the {size} ranks' different shards were added up"
     return Judgement(
         param_fqn=p.fqn,
         mesh_dim=name,
@@ -203,7 +178,7 @@ def _judgement(trace: Trace, p: ParamRecord, dim: int, name: str, baseline: Frac
         observed=label if p.grad.layout is not None and p.grad.layout.on(name) is not None else None,
         factor=factor,
         reason=reason,
-        path=state.blame,
+        path=state.blame if added_up is None else (added_up, *(i for i in state.blame if i != added_up)),
         evidence=(Evidence(strength="traced", statement=describe(label, state, factor, name, size)),),
     )
 
@@ -278,22 +253,3 @@ def _declared_replicate_while_varying(trace: Trace, p: ParamRecord, name: str) -
         if there is not None and there.is_replicate and b.value_state[dim].kind is StateKind.VARYING:
             return True
     return False
-
-
-def describe(label: Placement, state: State, factor: Fraction | None, mesh_dim: str, size: int) -> str:
-    """One sentence on a gradient: its label, what it really is, what a reader gets."""
-    ranks = f'the {size} "{mesh_dim}" ranks'
-    match state.kind:
-        case StateKind.INVARIANT | StateKind.ZERO:
-            what = f"{ranks} hold the same gradient"
-        case StateKind.VARYING:
-            what = f"{ranks} each hold their own part"
-        case StateKind.AMBIGUOUS:
-            what = f"{ranks} hold equal gradients of a value that was declared Partial"
-        case StateKind.MIXED:
-            what = f"{ranks} hold a complete part plus a part of their own"
-        case _:
-            what = f"terms of {ranks} were dropped"
-    scale = "" if state.scale in (1, None) else f", scaled by {state.scale}"
-    read = "" if factor is None or factor == 1 else f"; read so, it is {factor} times the true gradient"
-    return f"{what}{scale}; its label is {label}{read}"

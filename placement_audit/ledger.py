@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placement_audit import states
 from placement_audit.dtensor_api import local_of, storage_key
 from placement_audit.model import State, StateKind
+from placement_audit.opargs import covers, extent
+from placement_audit.pieces import Piece, Pieces
 
 Vector = tuple[State, ...]
+
+
+def _itself(storage: torch.UntypedStorage) -> object:
+    """Hold a storage whole."""
+    return storage
 
 
 class Ledger:
@@ -33,16 +41,19 @@ class Ledger:
 
         Args:
             dims: world mesh dim names.
-            keep_alive: hold every storage, so that no address is used twice. Free on the meta device; with
-                real tensors it would hold the whole step's memory, and every op's result is written down
-                anyway.
+            keep_alive: hold every storage. Free on the meta device; with real tensors it would hold the whole
+                step's memory, so there only what names a storage is held. Either way no address is used twice:
+                torch also makes storages where no op is seen, and they must not inherit a dead one's state.
         """
         self.dims = dims
         self.assumed = 0
         self.unclear: set[int] = set()
-        self._kept: list[torch.UntypedStorage] | None = [] if keep_alive else None
+        self._kept: list[object] = []
+        self._hold = _itself if keep_alive else StorageWeakRef
         self._by_storage: dict[int, int] = {}
-        self._by_tensor: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._own: dict[int, WeakIdKeyDictionary] = {}
+        self._pieces = Pieces()
+        self._cut = self._pieces.of  # asked at each op
         self.any_own = False
         self._sids: dict[tuple[Vector, bool], int] = {}
         self._vectors: list[Vector] = []
@@ -113,20 +124,24 @@ class Ledger:
 
     def get_by(self, x: torch.Tensor, key: int) -> int:
         """`get` for a caller who has the tensor's storage key already."""
-        if self.any_own:
-            own = self._by_tensor.get(local_of(x))
-            if own is not None:
-                return own
+        if self.any_own and (own := self._own.get(key)) is not None:
+            sid = own.get(local_of(x))
+            if sid is not None:
+                return sid
         sid = self._by_storage.get(key)
         if sid is None:
             if x.dim() == 0:  # a Python number that C++ made a tensor of
                 return self.invariant
             self.assumed += 1
             self._by_storage[key] = self.invariant
-            if self._kept is not None:
-                self._kept.append(local_of(x).untyped_storage())
+            self._kept.append(self._hold(local_of(x).untyped_storage()))
             return self.invariant
+        if self._cut and key in self._cut:
+            return self.combine([s for *_, s in self._over(x, key)] or [sid], adds=False)
         return sid
+
+    def _over(self, x: torch.Tensor, key: int) -> list[Piece]:
+        return self._pieces.over(key, *extent(local_of(x)), self._by_storage[key])
 
     def put(self, x: torch.Tensor, sid: int) -> None:
         """Write down a tensor whose storage is its own, and everything that shares it."""
@@ -135,21 +150,86 @@ class Ledger:
 
     def put_by(self, x: torch.Tensor, key: int, sid: int) -> None:
         """`put` for a caller who has the tensor's storage key already."""
-        if self._kept is not None and key not in self._by_storage:
-            self._kept.append(local_of(x).untyped_storage())
+        if key not in self._by_storage:
+            self._kept.append(self._hold(local_of(x).untyped_storage()))
         self._by_storage[key] = sid
-        if self.any_own:
-            self._by_tensor.pop(local_of(x), None)
+        if self._cut:
+            self._pieces.forget(key)
+        if self.any_own and (own := self._own.get(key)) is not None:
+            own.pop(local_of(x), None)
 
     def put_alone(self, x: torch.Tensor, sid: int) -> None:
         """Write down one tensor and leave the others that share its storage as they are."""
         x = local_of(x)
-        if self._by_storage.get(storage_key(x)) == sid:
-            if self.any_own:
-                self._by_tensor.pop(x, None)
+        key = storage_key(x)
+        own = self._own.get(key)
+        if self._by_storage.get(key) == sid and key not in self._cut:
+            if own is not None:
+                own.pop(x, None)
             return
+        if own is None:
+            own = self._own[key] = WeakIdKeyDictionary()
         self.any_own = True
-        self._by_tensor[x] = sid
+        own[x] = sid
+
+    def has_own(self, x: torch.Tensor) -> bool:
+        """Whether the tensor's state may differ from its storage's."""
+        if not self.any_own:
+            return False
+        x = local_of(x)
+        own = self._own.get(storage_key(x))
+        return own is not None and x in own
+
+    def written(self, x: torch.Tensor, new: int, others: Callable[[bool, int], int]) -> None:
+        """A tensor's memory was written: what shares it has changed as well, whatever its own state.
+
+        What shares the storage but none of the memory stays as it was where gradients are written, for many may
+        lie in one buffer. A forward's values are taken together: which part of a tensor it writes may well depend
+        on the rank.
+
+        Args:
+            x: the tensor.
+            new: its state now.
+            others: (whether it lies within the tensor, its state before) -> its state now, of something that
+                shares the memory in another state.
+        """
+        x = local_of(x)
+        key = storage_key(x)
+        own = self._own.get(key) if self.any_own else None
+        whole = covers(x)
+        if whole and not own and key not in self._cut:
+            self.put_by(x, key, new)
+            return
+        before = self.get_by(x, key)
+        first, end = extent(x)
+        for alias, sid in list(own.items()) if own is not None else ():
+            a, b = extent(alias)
+            if alias is x or b <= first or end <= a:
+                continue
+            after = new if sid == before else others(first <= a and b <= end, sid)
+            self._own[key][alias] = after if (a, b) == (first, end) else self._kept_apart(before, sid, after)
+        rest = self._by_storage.get(key, before)
+        grad = self._grads[new] or self._grads[rest]
+        if (own and x in own) or not grad or not x.is_contiguous():
+            more = [sid for *_, sid in self._over(x, key)] if key in self._cut and not whole else []
+            self.put_by(x, key, self.combine([new, *more], adds=False))
+            return
+        found = self._pieces.over(key, first, end, rest)
+        pieces = [(a, b, new if sid == before else others(True, sid)) for a, b, sid in found]
+        if whole and len({sid for *_, sid in pieces}) == 1:
+            self.put_by(x, key, pieces[0][2])
+        elif key in self._cut or any(sid != rest for *_, sid in pieces):
+            self._pieces.put(key, first, end, pieces)
+
+    def _kept_apart(self, before: int, was: int, after: int) -> int:
+        """Ranks' different pieces of what is equal differ, whatever is done to all of it alike."""
+        whole, piece = self._vectors[before], self._vectors[was]
+
+        def change(d: int, state: State) -> State:
+            apart = whole[d].kind is StateKind.INVARIANT and piece[d].kind is StateKind.VARYING
+            return states.as_part(state) if apart else state
+
+        return self.changed(after, change)
 
     def kind(self, sid: int, dim: int) -> StateKind:
         """The kind along one mesh dim."""

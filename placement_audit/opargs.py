@@ -40,3 +40,10 @@ def shares(out: Any, args: Any) -> bool:
 def covers(x: torch.Tensor) -> bool:
     """Whether the tensor is all of its storage."""
     return x.numel() * x.element_size() == x.untyped_storage().nbytes()
+
+
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor's elements lie between: (first, one after the last)."""
+    first = int(x.storage_offset())
+    last = first + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
+    return first * x.element_size(), (last + 1 if x.numel() else first) * x.element_size()

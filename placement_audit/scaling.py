@@ -98,6 +98,8 @@ class Scaling:
 
     def _rescale(self, x: torch.Tensor, at: int, factor: Fraction) -> None:
         ledger = self._flow.ledger
-        ledger.put(
-            x, ledger.changed(ledger.get(x), lambda d, s: states.rescaled(s, factor) if d == at else s)
-        )
+
+        def rescaled(sid: int) -> int:
+            return ledger.changed(sid, lambda d, s: states.rescaled(s, factor) if d == at else s)
+
+        ledger.written(x, rescaled(ledger.get(x)), lambda _inside, was: rescaled(was))

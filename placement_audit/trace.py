@@ -33,7 +33,6 @@ from placement_audit.ledger import Ledger
 from placement_audit.model import State, StateKind
 from placement_audit.scaling import Scaling
 from placement_audit.tracing import Phase, RunRecord, Trace
-from placement_audit.traffic import Dims
 from placement_audit.world import World
 
 _VARYING = State(StateKind.VARYING)
@@ -70,7 +69,7 @@ class Tracer:
             (clean_fqn(n), p) for n, p in case.model.named_parameters(remove_duplicate=False)
         ]
         self.functions = Functions(self.interceptor)
-        self.grads = Grads(self.interceptor, self._params, case.batch_dims)
+        self.grads = Grads(self.interceptor, self._params, case.batch_dims, case.model)
         self.flow.traffic.on_reduced = self._reduced
         self._scaling = Scaling(self.interceptor, case.batch_dims)
         self.flow.on_scaled = self._scaling.scaled
@@ -213,11 +212,14 @@ class Tracer:
             self._progress(f"{call.name} #{len(self._collectives)} over {where} in {raw.phase}")
         self._collectives.append(raw)
 
-    def _reduced(self, call: CollectiveCall, dims: Dims, sent: torch.Tensor, before: int, after: int) -> int:
-        after, raw = self.grads.reduced(call, sent, before, self._scaling.reduced(sent, before, after))
+    def _reduced(
+        self, call: CollectiveCall, sent: torch.Tensor, before: int, after: int
+    ) -> tuple[int, Callable[[int, int], int]]:
+        after = self._scaling.reduced(sent, before, after)
+        told, raw = self.grads.reduced(call, sent, before, after)
         if raw is not None:
             self._collectives[-1].boundary = raw.index
-        return after
+        return told(before, after), told
 
     def _use(self, op: str, fqn: str, x: torch.Tensor, out: Any) -> None:
         uses = self._uses.setdefault(fqn, [])

@@ -23,8 +23,9 @@ class Traffic:
     Attributes:
         on_collective: called before each, for one that never ends is the one to name: (call, mesh dims, what is
             sent, mesh dims along which that is equal already).
-        on_reduced: called with (call, mesh dims, what was sent, state before, state after) where a gradient
-            changed; gives the state after, perhaps with more to its story. None for nobody.
+        on_reduced: called with (call, what was sent, state before, state after) where a gradient changed; gives
+            the state after, perhaps with more to its story, and what tells that of another (state before, state
+            after), of which the collective was as well. None for nobody.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Traffic:
         self._ledger = ledger
         self._world = world
         self.on_collective = on_collective
-        self.on_reduced: Callable[[CollectiveCall, Dims, torch.Tensor, int, int], int] | None = None
+        self.on_reduced: (
+            Callable[[CollectiveCall, torch.Tensor, int, int], tuple[int, Callable[[int, int], int]]] | None
+        ) = None
         # The same few questions come up thousands of times; answers depend on nothing else.
         self._calls: dict[Any, tuple[CollectiveCall, Dims]] = {}
         self._results: dict[tuple[int, str, str | None, Dims, bool], int] = {}
@@ -73,14 +76,13 @@ class Traffic:
             sid = (
                 ledger.combine([ledger.get(x) for x in sources], adds=False) if sources else ledger.invariant
             )
-            key = (sid, call.name, call.reduce_op, dims, after_backward)
-            result = self._results.get(key) if dims is not None else None
-            if result is None:
-                result = self._results[key] = self._after(call, dims, sid, after_backward)
+            result = self._result(call, dims, sid, after_backward)
+            told: Callable[[int, int], int] | None = None
             if self.on_reduced is not None and sources and result != sid and ledger.is_grad(sid):
-                result = self.on_reduced(call, dims, sources[0], sid, result)
+                result, told = self.on_reduced(call, sources[0], sid, result)
+            others = self._elsewhere(call, dims, result, told, after_backward)
             for x in targets:
-                ledger.put(x, result)
+                ledger.written(x, result, others)
             holders += targets
         return out, holders
 
@@ -102,6 +104,35 @@ class Traffic:
         if call.name in PEER_TO_PEER and len(call.ranks) == 1:
             return self._world.dims_to(call.ranks[0])
         return self._world.dims_of_ranks(call.ranks)
+
+    def _elsewhere(
+        self,
+        call: CollectiveCall,
+        dims: Dims,
+        result: int,
+        told: Callable[[int, int], int] | None,
+        after_backward: bool,
+    ) -> Callable[[bool, int], int]:
+        """What became of others in the memory that was written; see `Ledger.written`."""
+        in_place = call.source is not None and call.source == call.target
+
+        def others(inside: bool, was: int) -> int:
+            if in_place:
+                after = self._result(call, dims, was, after_backward)
+                return after if told is None else told(was, after)
+            return result if inside else self._ledger.combine2(was, result, adds=False)
+
+        return others
+
+    def _result(self, call: CollectiveCall, dims: Dims, sid: int, after_backward: bool) -> int:
+        """`_after`, kept where the group is no odd one."""
+        if dims is None:
+            return self._after(call, dims, sid, after_backward)
+        key = (sid, call.name, call.reduce_op, dims, after_backward)
+        result = self._results.get(key)
+        if result is None:
+            result = self._results[key] = self._after(call, dims, sid, after_backward)
+        return result
 
     def _after(self, call: CollectiveCall, dims: Dims, sid: int, after_backward: bool) -> int:
         """The state vector after a collective over ``dims``."""

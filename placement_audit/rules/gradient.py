@@ -108,7 +108,7 @@ def _path(
     dim = trace.mesh.dim_names.index(j.mesh_dim)
     steps = [
         PathStep(
-            role=("cause: " if n == 0 else "") + _role(trace.boundaries[i], dim, j.mesh_dim),
+            role=("cause: " if n == 0 else "") + _role(trace.boundaries[i], dim, j),
             kind=called(trace.boundaries[i]),
             call_site=trace.boundaries[i].call_site,
             boundary=i,
@@ -146,14 +146,16 @@ def _is_code_of_its_own(b: Boundary) -> bool:
     return b.kind == "autograd_function" or b.phase is Phase.BACKWARD
 
 
-def _role(b: Boundary, dim: int, mesh_dim: str) -> str:
+def _role(b: Boundary, dim: int, j: Judgement) -> str:
     """What a blamed boundary did to the gradient."""
     if b.grad is None:
         return "changed the gradient"
     arrived, left = b.grad.arrived_state[dim], b.grad.left_state[dim]
+    if j.verdict is Verdict.WRONG_PLACEMENT and b.phase is Phase.BACKWARD:
+        return "adds up the gradients of different shards"
     if _is_code_of_its_own(b):
         return _own_role(b, arrived, left)
-    label = b.grad.left.on(mesh_dim) if b.grad.left is not None else None
+    label = b.grad.left.on(j.mesh_dim) if b.grad.left is not None else None
     if label is not None and belies(label, left):
         return f"labels the gradient {label} although it is {_really(left)}"
     if label is not None and label.is_partial and StateKind.VARYING is left.kind and arrived.blame:
@@ -234,6 +236,8 @@ def _next_step(j: Judgement, path: tuple[PathStep, ...]) -> str:
             return f'take one of the reductions over "{mesh_dim}" out'
         case Verdict.WRONG_SCALE:
             return f'check the calls above: one divides by the size of "{mesh_dim}" what was not summed'
+        case Verdict.WRONG_PLACEMENT if cause == "all_reduce":
+            return f'reduce it over a group that does not span "{mesh_dim}"'
         case Verdict.WRONG_PLACEMENT:
             return "redistribute the gradient to the parameter's placement before it is read"
         case Verdict.WRONG_GRADIENT:

@@ -145,9 +145,10 @@ each rank's part of the parameter with another part of the gradient. Shapes agre
 and even splits, so nothing raises.""",
     how_judged="""\
 The gradient is a shard along another tensor dim than the parameter, a plain shard where that is a
-strided one, or a shard where the parameter is replicated. A Partial gradient is not meant here
-(PA401), nor is a Replicate gradient of a sharded parameter: that is complete on every rank, and the
-report says so.""",
+strided one, or a shard where the parameter is replicated. Or an all-reduce by hand added up the
+gradients of different shards, which nobody can take apart again. A Partial gradient is not meant
+here (PA401), nor is a Replicate gradient of a sharded parameter: that is complete on every rank, and
+the report says so.""",
     bad="""\
 # w is Shard(0) on tp
 w.register_post_accumulate_grad_hook(

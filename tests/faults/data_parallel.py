@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Shard
 
 from placement_audit import Job
@@ -18,6 +20,7 @@ from tests.faults.family import (
     Family,
     P,
     R,
+    doubled,
     draw,
     laid_out,
     lost,
@@ -79,6 +82,165 @@ BY_HAND = Family(
         "global mean, never summed": Expect(gradients=lost("w", "bias", on="dp")),
     },
     job=_by_hand,
+)
+
+
+# --------------------------------------------------------------------------- the same, on a DTensor's local part
+
+
+def _local_part(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", N, T, D, scale=1), draw("y", N, T, H)
+    w = draw("w", H, D)
+    model = Bag(w=laid_out(w, mesh, R))
+    group = mesh.get_group("dp")
+
+    def by_hand(grad: Any) -> None:
+        match variant:
+            case "without autograd":
+                with torch.no_grad():
+                    dist.all_reduce(grad.to_local(), group=group)
+            case "as torch keeps it":
+                dist.all_reduce(grad._local_tensor, group=group)
+            case "through .data":
+                dist.all_reduce(grad.data.to_local().data, group=group)
+            case "through a view":
+                dist.all_reduce(grad.to_local().view(-1), group=group)
+            case "copied back":
+                own = grad.to_local().clone()
+                dist.all_reduce(own, group=group)
+                grad.to_local().copy_(own)
+            case "an average":
+                dist.all_reduce(grad.to_local(), group=group)
+                grad.to_local().div_(mesh.size())
+            case "divided first":
+                torch._foreach_div_([grad.to_local()], mesh.size())
+                dist.all_reduce(grad.to_local(), group=group)
+            case "a copy of it":
+                dist.all_reduce(grad.to_local().clone(), group=group)
+            case "summed twice":
+                dist.all_reduce(grad.to_local(), group=group)
+                dist.all_reduce(grad.to_local(), group=group)
+            case "never":
+                grad.to_local().mul_(1.0)
+            case _:
+                dist.all_reduce(grad.to_local(), group=group)
+
+    def step() -> None:
+        weight = model.w.to_local(grad_placements=[P] if variant == "declared, too" else None)
+        out = F.linear(mine(x, mesh, "dp"), weight) - mine(y, mesh, "dp")
+        mean = variant in ("an average", "divided first")
+        (out.square().mean() if mean else out.square().sum() / y.numel()).backward()
+        by_hand(model.w.grad)
+
+    def loss(m: Any) -> torch.Tensor:
+        return (F.linear(x, m.w) - y).square().mean()
+
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        reference=one_device(Bag(w=w), loss),
+    )
+
+
+LOCAL_PART = Family(
+    name="a DTensor's gradient summed by hand",
+    about="a bare to_local leaves each rank its own term, and the job reduces the local part of .grad in place",
+    mesh={"dp": 2},
+    variants={
+        "as it is": RIGHT,
+        "without autograd": RIGHT,
+        "as torch keeps it": RIGHT,
+        "through .data": RIGHT,
+        "through a view": RIGHT,
+        "copied back": RIGHT,
+        "an average": RIGHT,
+        "divided first": RIGHT,
+        "never": Expect(gradients=lost("w", on="dp")),
+        "a copy of it": Expect(gradients=lost("w", on="dp")),
+        "summed twice": Expect(gradients=doubled("w", on="dp")),
+        # Whoever reads it sums it once more, for its label says so.
+        "declared, too": Expect(gradients=doubled("w", on="dp")),
+    },
+    job=_local_part,
+)
+
+
+# --------------------------------------------------------------------------- gradients in one flat buffer
+
+
+def flat_grads(model: nn.Module) -> torch.Tensor:
+    """One buffer of zeros that backward adds all gradients up in."""
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    start = 0
+    for p in model.parameters():
+        p.grad = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    return flat
+
+
+def _buffer(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", N, T, D, scale=1), draw("y", N, T, H)
+    values = {"w": draw("w", H, D), "bias": draw("bias", H), "gain": 1 + draw("gain", H)}
+    model = Bag(**values)
+    group = mesh.get_group("dp")
+
+    def loss_of(m: Any, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        off = (F.linear(rows, m.w, m.bias) * m.gain - wanted).square()
+        return off.mean() if variant == "averaged one by one" else off.sum() / y.numel()
+
+    def step() -> None:
+        flat = flat_grads(model)
+        loss_of(model, mine(x, mesh, "dp"), mine(y, mesh, "dp")).backward()
+        cut = model.w.numel()
+        match variant:
+            case "whole":
+                dist.all_reduce(flat, group=group)
+            case "bucket by bucket":
+                dist.all_reduce(flat[:cut], group=group)
+                dist.all_reduce(flat[cut:], group=group)
+            case "one by one":
+                for p in model.parameters():
+                    dist.all_reduce(p.grad, group=group)
+            case "averaged one by one":
+                dist.all_reduce(flat, group=group)
+                for p in model.parameters():
+                    p.grad.div_(mesh.size())
+            case "last bucket forgotten":
+                dist.all_reduce(flat[:cut], group=group)
+            case "one forgotten":
+                dist.all_reduce(model.w.grad, group=group)
+                dist.all_reduce(model.gain.grad, group=group)
+            case "buckets overlap":
+                dist.all_reduce(flat[: cut + model.bias.numel()], group=group)
+                dist.all_reduce(flat[cut:], group=group)
+
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        reference=one_device(Bag(**values), lambda m: loss_of(m, x, y)),
+    )
+
+
+BUFFER = Family(
+    name="gradients in one flat buffer",
+    about="buckets of it are reduced one by one, and one may be forgotten or be in two of them",
+    mesh={"dp": 2},
+    variants={
+        "whole": RIGHT,
+        "bucket by bucket": RIGHT,
+        "one by one": RIGHT,
+        "averaged one by one": RIGHT,
+        "last bucket forgotten": Expect(gradients=lost("bias", "gain", on="dp")),
+        "one forgotten": Expect(gradients=lost("bias", on="dp")),
+        "buckets overlap": Expect(gradients=doubled("bias", on="dp")),
+    },
+    job=_buffer,
 )
 
 
@@ -199,4 +361,53 @@ COARSE = Family(
     measured=False,
 )
 
-FAMILIES = (BY_HAND, LABELLED, TOKENS, COARSE)
+
+# --------------------------------------------------------------------------- the same within FSDP2
+
+
+class _Normed(nn.Module):
+    """A norm weight, replicated over tp, on rows that tp has split; a column-parallel weight after it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.tp = mesh["tp"]
+        self.norm = laid_out(1 + draw("norm", D), self.tp, R)
+        self.w = laid_out(draw("w", H, D), self.tp, Shard(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = on(mine(x, self.tp, "tp", 1), self.tp, Shard(1))
+        return F.linear(F.rms_norm(rows, (D,), self.norm).redistribute(placements=[R]), self.w)
+
+
+def _coarse_within(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", N, T, D), draw("y", N, T, H)
+    model = _Normed(mesh)
+    dtype = torch.bfloat16 if variant == "in bfloat16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+
+    def step() -> torch.Tensor:
+        out = model(mine(x, mesh, "dp"))
+        wanted = on(mine(y, mesh, "dp").to(dtype), mesh["tp"], R).redistribute(placements=out.placements)
+        return (out - wanted).square().mean().full_tensor()
+
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        reduce_dtype=torch.float32,
+    )
+
+
+COARSE_WITHIN = Family(
+    name="summed over tp in bfloat16 by FSDP2",
+    about="the policy's reduce dtype is that of its own reduction; the one over tp runs in the parameters' dtype",
+    mesh={"dp": 2, "tp": 2},
+    variants={"in float32": RIGHT, "in bfloat16": Expect(rules=("PA501",))},
+    job=_coarse_within,
+    measured=False,
+)
+
+FAMILIES = (BY_HAND, LOCAL_PART, BUFFER, LABELLED, TOKENS, COARSE, COARSE_WITHIN)

@@ -175,3 +175,12 @@ def test_a_group_that_is_no_mesh_dim_is_not_taken_for_one(b: Bench) -> None:
     assert b.world.dims_of_ranks((0, 1)) == (1,)
     assert b.world.dims_of_ranks((0, 2)) == (0,)
     assert b.world.dims_of_ranks((0, 1, 2)) is None
+
+
+def test_a_new_storage_does_not_inherit_what_a_dead_one_was() -> None:
+    """torch makes storages where no op is seen (FSDP2's buffers), at addresses where others lived before."""
+    ledger = Ledger(("tp",), keep_alive=False)
+    varying = ledger.sid((VARYING,), grad=False)
+    for _ in range(200):
+        ledger.put(torch.empty(64), varying)
+    assert {ledger.get(torch.empty(64)) for _ in range(200)} == {ledger.invariant}
