@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
-from placement_audit import pipeline, userjob, usermeasure
+from placement_audit import pipeline, suppress, userjob, usermeasure
 from placement_audit.adapters import factory
 from placement_audit.case import Case
 from placement_audit.config import AuditConfig
@@ -140,7 +141,7 @@ class Seen:
             raise UsageError(
                 "watch: no parameter got a gradient; run forward and backward inside the with block."
             )
-        return judge(self._trace)
+        return suppress.apply(judge(self._trace), (), today=date.today())
 
 
 @contextmanager

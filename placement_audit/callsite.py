@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import linecache
 import sys
+import tokenize
+from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
 from placement_audit.dtensor_api import CORE_DIRS, LOCAL_MAP_FILE, TORCH_DIR
-from placement_audit.model import CallSite
+from placement_audit.model import CallSite, Comment
 
 _OWN_DIR = str(Path(__file__).parent) + "/"
 
@@ -80,13 +83,16 @@ class SiteTable:
 
     def _make(self, code: CodeType, line: int, instruction: int) -> CallSite:
         path, package = self._shorten(code.co_filename)
+        span = _span(code, instruction) if instruction >= 0 else None
+        first, last = (span[0], span[2]) if span is not None else (line, line)
         return CallSite(
             path=path,
             line=line,
             function=code.co_name,
             code_line=linecache.getline(code.co_filename, line).strip(),
             package=package,
-            span=_span(code, instruction) if instruction >= 0 else None,
+            span=span,
+            comments=_comments(code.co_filename, first, last),
         )
 
     def _shorten(self, filename: str) -> tuple[str, str | None]:
@@ -103,6 +109,30 @@ class SiteTable:
                 is_package = in_site or (Path(root) / top / "__init__.py").exists()
                 return short, top if is_package and "/" in short else None
         return filename, None
+
+
+_MARK = "placement-audit:"
+
+
+def _comments(filename: str, first: int, last: int) -> tuple[Comment, ...]:
+    """What comments on these lines say to us."""
+    if not any(_MARK in linecache.getline(filename, line) for line in range(first, last + 1)):
+        return ()  # as nearly always; to take a file apart costs more
+    lines = tuple(linecache.getlines(filename))
+    return tuple(c for c in _all_comments(lines) if first <= c.line <= last)
+
+
+@lru_cache
+def _all_comments(lines: tuple[str, ...]) -> tuple[Comment, ...]:
+    tokens: list[tokenize.TokenInfo] = []
+    # where it is not Python as this one reads it, what came before counts
+    with suppress(tokenize.TokenError, SyntaxError):
+        tokens.extend(tokenize.generate_tokens(iter(lines).__next__))
+    return tuple(
+        Comment(token.start[0], token.string.partition(_MARK)[2].strip())
+        for token in tokens
+        if token.type == tokenize.COMMENT and _MARK in token.string
+    )
 
 
 def _span(code: CodeType, instruction: int) -> tuple[int, int, int, int] | None:

@@ -7,7 +7,6 @@ code, and our table names it. No torch, no torchtitan.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import os
@@ -20,6 +19,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from placement_audit.errors import ConfigError, UsageError
+from placement_audit.policy import Suppress, check_suppress
+from placement_audit.toml_words import near_miss, toml_text, toml_type
 
 TABLE = "placement_audit"
 """Name of our table in a job file."""
@@ -38,6 +39,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] = DEFAULT_TIMEOUT
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    suppress: tuple[Suppress, ...] = ()
 
 
 _EXPECTED = {
@@ -112,6 +114,7 @@ class AuditConfig:
         world_size: ranks asked for; None to follow from the job.
         timeout: seconds without progress after which a rank counts as hung.
         device: "auto", "cpu" or "cuda".
+        suppress: findings that are not to count.
     """
 
     path: str
@@ -125,47 +128,7 @@ class AuditConfig:
     world_size: int | None = None
     timeout: float = DEFAULT_TIMEOUT
     device: str = "auto"
-
-
-def near_miss(name: str, known: Iterable[str]) -> str:
-    """A hint " Did you mean 'x'?" for a near miss, else "".
-
-    Args:
-        name: what the user wrote.
-        known: what could have been meant.
-    """
-    folded = {k.lower().replace("-", "_"): k for k in known}
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
-    return f" Did you mean {folded[close[0]]!r}?" if close else ""
-
-
-def toml_text(value: object) -> str:
-    """A TOML value as a user would write it, cut to a readable length."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return "a table"
-    text = f'"{value}"' if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def toml_type(value: object) -> str:
-    """TOML's name for the type of a value."""
-    match value:
-        case bool():
-            return "boolean"
-        case str():
-            return "string"
-        case int():
-            return "integer"
-        case float():
-            return "float"
-        case list():
-            return "array"
-        case dict():
-            return "table"
-        case _:
-            return type(value).__name__
+    suppress: tuple[Suppress, ...] = ()
 
 
 def _read(path: str, what: str) -> tuple[dict[str, Any], bytes]:
@@ -186,7 +149,7 @@ def _read(path: str, what: str) -> tuple[dict[str, Any], bytes]:
         raise ConfigError(f"{path}: broken TOML: {reason[:1].lower()}{reason[1:]}.") from None
 
 
-def _check_table(path: str, raw: object) -> _Table:
+def _check_table(path: str, raw: object, text: str) -> _Table:
     """Check every key, so that all mistakes are told at once."""
     if not isinstance(raw, dict):
         raise ConfigError(
@@ -199,6 +162,10 @@ def _check_table(path: str, raw: object) -> _Table:
         if key not in fields:
             hint = near_miss(key, fields) or f" Known keys: {', '.join(sorted(fields))}."
             problems.append(f"{TABLE}.{key}: unknown key.{hint}")
+            continue
+        if key == "suppress":
+            values[key], wrong = check_suppress(path, value, text)
+            problems += [f"{TABLE}.{problem}" for problem in wrong]
             continue
         try:
             values[key] = msgspec.convert(value, fields[key])
@@ -274,7 +241,7 @@ def load(
         )
     top, data = _read(path, "--config")
     digest = hashlib.sha256(data)
-    table = _check_table(path, top.pop(TABLE, {}))
+    table = _check_table(path, top.pop(TABLE, {}), data.decode())
     job, job_path = top, path
     _check_registered(path, table, top)
     if table.job is not None:
@@ -302,4 +269,5 @@ def load(
         world_size=table.world_size if world_size is None else world_size,
         timeout=table.timeout if timeout is None else timeout,
         device=table.device if device is None else device,
+        suppress=table.suppress,
     )

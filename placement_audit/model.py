@@ -176,6 +176,19 @@ class TensorInfo:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Comment:
+    """What a comment in the source says to placement-audit.
+
+    Attributes:
+        line: 1-based.
+        text: what follows ``placement-audit:``.
+    """
+
+    line: int
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:
     """A line of code.
@@ -188,6 +201,7 @@ class CallSite:
         package: top-level package the file belongs to ("torchtitan", "torch"), or None for a user's own file.
         span: (line, column, end line, end column) of the call, lines 1-based, columns 0-based characters; None
             where it is not known.
+        comments: to placement-audit, on the lines of the call.
     """
 
     path: str
@@ -196,6 +210,7 @@ class CallSite:
     code_line: str = ""
     package: str | None = None
     span: tuple[int, int, int, int] | None = None
+    comments: tuple[Comment, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} in {self.function}"

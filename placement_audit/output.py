@@ -1,4 +1,4 @@
-"""Writes a report: to standard output, or whole to a file or not at all."""
+"""Writes reports: to standard output, or whole to files or not at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from placement_audit.errors import UsageError
@@ -20,38 +20,48 @@ def check_target(path: str) -> None:
     """
     target = Path(path)
     if target.is_dir():
-        raise UsageError(f"--output-file {path}: is a directory; give the name of a file.")
+        raise UsageError(f"{path}: is a directory; give the name of a file.")
     folder = target.resolve().parent
     if not folder.is_dir():
-        raise UsageError(f"--output-file {path}: there is no folder {folder}. Make it first.")
+        raise UsageError(f"{path}: there is no folder {folder}. Make it first.")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"--output-file {path}: no permission to write in {folder}.")
+        raise UsageError(f"{path}: no permission to write in {folder}.")
 
 
 def write_file(path: str, text: str) -> None:
-    """Write under a temporary name in the same folder, then rename: a reader never sees half a report.
+    """Write one file, whole or not at all; see `write_files`."""
+    write_files([(path, text)])
+
+
+def write_files(files: Sequence[tuple[str, str]]) -> None:
+    """Write each (path, text) under a temporary name in its folder, then rename all: nobody sees half a report.
 
     Raises:
-        UsageError: it cannot be written (disk full, no permission, ...); an older file of that name stays.
+        UsageError: one cannot be written (disk full, no permission, ...); older files of these names stay.
     """
-    target = Path(path).resolve()
+    staged: list[tuple[Path, Path]] = []
+    path = ""
     try:
-        if target.exists() and not target.is_file():
-            target.write_text(text)  # a pipe or a device: nothing to rename over
-            return
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+        for path, text in files:
+            target = Path(path).resolve()
+            if target.exists() and not target.is_file():
+                target.write_text(text, encoding="utf-8")  # a pipe or a device: nothing to rename over
+                continue
+            handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+            staged.append((Path(name), target))
+            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
             mode = target.stat().st_mode if target.exists() else 0o666 & ~_umask()
-            Path(temporary).chmod(mode & 0o777)  # mkstemp's is 0600, which CI artifact steps cannot read
-            Path(temporary).replace(target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-            raise
+            Path(name).chmod(mode & 0o777)  # mkstemp's is 0600, which CI artifact steps cannot read
+        for temporary, target in staged:
+            path = str(target)
+            temporary.replace(target)
     except OSError as error:
-        raise UsageError(f"--output-file {path}: cannot be written: {error.strerror or error}.") from error
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}.") from error
+    finally:
+        for temporary, _ in staged:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def _umask() -> int:

@@ -7,7 +7,8 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import TYPE_CHECKING
 
 import placement_audit
@@ -42,12 +43,14 @@ class Options:
         rank_env: this process's place under torchrun; None alone.
         measure: measure real values against one device (real ranks only).
         tell: called with each phase's name, and None when it begins or its seconds when it ends.
+        today: to set the last days of suppressions against.
     """
 
     verbose: bool = False
     rank_env: RankEnv | None = None
     measure: bool = False
     tell: Callable[[str, float | None], None] = _silent
+    today: date = field(default_factory=date.today)
 
 
 @contextmanager
@@ -136,9 +139,11 @@ def run(
             with phase("own dtypes"):
                 trace = _in_own_dtypes(trace, config, case.in_own_dtypes)
         with phase("judge"):
+            from placement_audit import suppress
             from placement_audit.judge import judge
 
             report = judge(trace, measurement, apart=None if measurement else case.replicas_apart)
+            report = suppress.apply(report, config.suppress, today=options.today)
     if not report.judgements:
         raise IncompleteError(f"audited nothing: {case.name} has no trainable parameter.")
     record = replace(report.trace.run, phases=tuple(phases))

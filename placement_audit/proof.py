@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from placement_audit.verdicts import GOOD, Finding, Outcome, Report, Severity, Verdict
+from placement_audit.verdicts import GOOD, HYGIENE, Finding, Outcome, Report, Severity, Verdict
 
 _TOLD = 3
 
@@ -40,10 +40,15 @@ def _place(f: Finding) -> tuple[str | None, ...]:
     return f.rule_id, f.param_fqn, f.module_fqn, f.mesh_dim, *where
 
 
+def _counts(f: Finding) -> bool:
+    # a suppression that an edit leaves without its finding is no fault of the edit
+    return f.severity is not Severity.NOTE and not f.rule_id.startswith(HYGIENE)
+
+
 def _findings(before: Report, after: Report, mended: Collection[str]) -> list[str]:
-    had = Counter(_place(f) for f in before.findings if f.severity is not Severity.NOTE)
+    had = Counter(_place(f) for f in before.findings if _counts(f))
     due = Counter(_place(f) for f in before.findings if f.fingerprint in mended)
-    has = Counter(_place(f) for f in after.findings if f.severity is not Severity.NOTE)
+    has = Counter(_place(f) for f in after.findings if _counts(f))
     of = {_place(f): f for f in after.findings}
     left = [of[place] for place in due if has[place] > had[place] - due[place]]
     new = [of[place] for place in has if has[place] > had[place]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import date
 from enum import StrEnum
 from fractions import Fraction
 
@@ -122,6 +123,35 @@ class Remedy:
     why: str
 
 
+HYGIENE = "PA0"
+"""How the ids of rules begin that are about suppressions, and not about the job."""
+
+
+class Means(StrEnum):
+    """What says that a finding does not count."""
+
+    CONFIG = "config"
+    COMMENT = "comment"
+    BASELINE = "baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suppressed:
+    """Why a finding does not count.
+
+    Attributes:
+        by: see `Means`.
+        reason: in the user's words.
+        where: the file and line that says so; the baseline's file.
+        until: the last day that it holds; None for no end.
+    """
+
+    by: Means
+    reason: str
+    where: str
+    until: date | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One fault of one parameter (or of one boundary) on one mesh dim.
@@ -141,6 +171,7 @@ class Finding:
         next_step: what to do.
         fingerprint: stable across runs and line shifts.
         remedy: what the call should say; None where no one call can mend it.
+        suppressed: why it does not count; None where it does.
     """
 
     rule_id: str
@@ -157,6 +188,7 @@ class Finding:
     next_step: str
     fingerprint: str
     remedy: Remedy | None = None
+    suppressed: Suppressed | None = None
 
 
 class EditStatus(StrEnum):
@@ -193,8 +225,23 @@ class Edit:
     fingerprints: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineUse:
+    """What a baseline did to a report.
+
+    Attributes:
+        path: its file.
+        known: findings that it knows, and which so do not count.
+        gone: those in it that were not found again, in words.
+    """
+
+    path: str
+    known: int
+    gone: tuple[str, ...] = ()
+
+
 class Outcome(StrEnum):
-    """Of a whole run."""
+    """Of a whole run; suppressed findings do not count."""
 
     CLEAN = "clean"
     FINDINGS = "findings"
@@ -215,6 +262,7 @@ class Report:
         trace: what was judged.
         measurement: what real ranks showed; None where only a trace was had.
         edits: what would mend findings, or did, once a place.
+        baseline: what a baseline did to it; None where none was given.
     """
 
     schema_version: str = field(default=SCHEMA_VERSION)
@@ -226,3 +274,4 @@ class Report:
     trace: Trace
     measurement: Measurement | None = None
     edits: tuple[Edit, ...] = ()
+    baseline: BaselineUse | None = None

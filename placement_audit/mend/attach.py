@@ -46,7 +46,7 @@ def attach(report: Report, folders: Iterable[Path]) -> tuple[Report, tuple[Plann
     """
     remedies: dict[tuple[CallSite, str, str], list[tuple[Remedy, str]]] = {}
     for f in report.findings:
-        if f.remedy is not None:
+        if f.remedy is not None and f.suppressed is None:
             key = (f.remedy.call_site, f.remedy.kind, f.remedy.argument)
             remedies.setdefault(key, []).append((f.remedy, f.fingerprint))
     roots = tuple(dict.fromkeys(folder.absolute() for folder in folders))

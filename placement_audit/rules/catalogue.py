@@ -8,11 +8,13 @@ from placement_audit.rules.rule import Rule
 from placement_audit.rules.texts_boundary import BOUNDARY_RULES
 from placement_audit.rules.texts_dtype import DTYPE_RULES
 from placement_audit.rules.texts_gradient import GRADIENT_RULES
+from placement_audit.rules.texts_hygiene import HYGIENE_RULES
 from placement_audit.rules.texts_loss import LOSS_RULES
 from placement_audit.rules.texts_measured import MEASURED_RULES
 from placement_audit.rules.texts_readers import READER_RULES, SELF_RULES
 
 RULES: tuple[Rule, ...] = (
+    *HYGIENE_RULES,
     *BOUNDARY_RULES,
     *LOSS_RULES,
     *GRADIENT_RULES,

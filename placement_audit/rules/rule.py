@@ -35,6 +35,8 @@ class Rule:
         good: the same code without it.
         fix: what to do.
         links: public threads; empty where none is known.
+        needs: the only strength of evidence that finds it ("traced" or "measured"); "" where either does.
+        measured_only: whether only values can show it; a trace says nothing of it.
     """
 
     id: str
@@ -47,3 +49,5 @@ class Rule:
     good: str
     fix: str
     links: tuple[Link, ...] = ()
+    needs: str = ""
+    measured_only: bool = False

@@ -9,6 +9,7 @@ VARYING_LOSS = Rule(
     id="PA106",
     name="varying-loss",
     severity=Severity.NOTE,
+    needs="traced",
     summary="Backward begins at a loss that differs between ranks along a mesh dim the batch is not spread over.",
     why="""\
 Autograd knows one rank. Where each rank begins at a loss of its own, the gradients are those of the

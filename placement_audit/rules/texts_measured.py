@@ -9,6 +9,8 @@ WRONG_GRADIENT = Rule(
     id="PA207",
     name="wrong-gradient",
     severity=Severity.ERROR,
+    needs="measured",
+    measured_only=True,
     summary="The gradient differs from one device's, and no reduction over one mesh dim explains how.",
     why="""\
 The placements are right and the numbers are not: the forward is not what one device computes (a mean over
@@ -38,6 +40,8 @@ WRONG_LOSS = Rule(
     id="PA208",
     name="wrong-loss",
     severity=Severity.ERROR,
+    needs="measured",
+    measured_only=True,
     summary="The loss on the ranks differs from the loss on one device.",
     why="""\
 A forward that is not equivalent to one device's: a bias added on every rank before a sum, a mean over a
@@ -59,6 +63,8 @@ WRONG_NORMALISATION = Rule(
     id="PA209",
     name="wrong-normalisation",
     severity=Severity.ERROR,
+    needs="measured",
+    measured_only=True,
     summary="All gradients share a factor that the job's loss does not call for.",
     why="""\
 Where each rank's loss is divided by the global number of tokens (torchtitan 0.2.2), the ranks' gradients are

@@ -53,6 +53,8 @@ WRONG_UPDATE = Rule(
     id="PA402",
     name="wrong-update",
     severity=Severity.ERROR,
+    needs="measured",
+    measured_only=True,
     summary="The gradient is right, and the parameter is wrong after clipping and one optimizer step.",
     why="""\
 Clipping, the optimizer and hooks read `.grad` after backward. A reader that takes the local part of a
@@ -78,6 +80,7 @@ EVIDENCE_DISAGREES = Rule(
     id="PA901",
     name="evidence-disagrees",
     severity=Severity.ERROR,
+    measured_only=True,
     summary="Traced and measured verdicts on a parameter differ: a fault of placement-audit itself.",
     why="""\
 One of the two is wrong about this parameter, so neither can be relied on here. It is reported as an
