@@ -9,13 +9,14 @@ from io import StringIO
 from typing import TYPE_CHECKING, Literal
 
 from placement_audit.errors import UsageError
+from placement_audit.formats import FORMATS
+from placement_audit.report.places import Inside, recorded
 from placement_audit.verdicts import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-FORMATS = ("text", "json")
-"""What `render` knows."""
+__all__ = ["COLORS", "FORMATS", "NO_TERMINAL", "Color", "drawn", "render"]
 
 Color = Literal["auto", "always", "never"]
 
@@ -25,7 +26,9 @@ NO_TERMINAL = (200, 50)
 """Width and height where there is no terminal to ask: rich would take 80 columns and cut names."""
 
 
-def render(report: Report, fmt: str, *, width: int | None = None, color: Color = "auto") -> str:
+def render(
+    report: Report, fmt: str, *, width: int | None = None, color: Color = "auto", inside: Inside = recorded
+) -> str:
     """The report in one format.
 
     Args:
@@ -33,7 +36,8 @@ def render(report: Report, fmt: str, *, width: int | None = None, color: Color =
         fmt: one of `FORMATS`.
         width: columns of the text report; None asks the terminal, then ``COLUMNS``, then takes 200.
         color: "auto" colors on a terminal only, unless ``NO_COLOR`` is set or ``TERM`` is dumb;
-            ``FORCE_COLOR`` colors anywhere.
+            ``FORCE_COLOR`` colors anywhere. Of the text report, too.
+        inside: what tells the files of the user's repository from others, for the formats that point at them.
 
     Returns:
         The whole output, with a newline at its end.
@@ -41,12 +45,34 @@ def render(report: Report, fmt: str, *, width: int | None = None, color: Color =
     Raises:
         UsageError: no such format.
     """
-    if fmt == "json":
-        from placement_audit.report.json_io import dumps
+    # each format is imported when it is asked for: the others may bring more
+    match fmt:
+        case "text":
+            return _text(report, width, color)
+        case "json":
+            from placement_audit.report.json_io import dumps
 
-        return dumps(report)
-    if fmt == "text":
-        return _text(report, width, color)
+            return dumps(report)
+        case "sarif":
+            from placement_audit.report.sarif import sarif
+
+            return sarif(report, inside)
+        case "junit":
+            from placement_audit.report.junit import junit
+
+            return junit(report)
+        case "markdown":
+            from placement_audit.report.markdown import markdown
+
+            return markdown(report)
+        case "github":
+            from placement_audit.report.github import github
+
+            return github(report, inside)
+        case "html":
+            from placement_audit.report.html import html
+
+            return html(report)
     raise UsageError(f"Unknown report format {fmt!r}; expected one of {', '.join(FORMATS)}.")
 
 

@@ -11,7 +11,7 @@ from placement_audit.report.names import PARAM, Group
 from placement_audit.report.table import BAD
 from placement_audit.report.words import column, labelled, layout_text, listed, plural, wrapped
 from placement_audit.tracing import Trace
-from placement_audit.verdicts import Edit, EditStatus, PathStep, Severity
+from placement_audit.verdicts import Edit, EditStatus, PathStep, Severity, Suppressed
 
 GROUPS_SHOWN = 12
 """Name groups listed in one block; the JSON report has them all."""
@@ -37,9 +37,8 @@ def finding_block(
     first = block.first
     style = BAD if first.severity is Severity.ERROR else "bold yellow"
     title = f"{first.rule_id} {first.rule_name}"
-    yield Text.assemble(
-        (title, style), (_about(block), "bold"), f"   mesh dim {first.mesh_dim}   {first.severity}"
-    )
+    on = f"   mesh dim {first.mesh_dim}" if first.mesh_dim else ""
+    yield Text.assemble((title, style), (_about(block), "bold"), f"{on}   {first.severity}")
     yield from map(Text, _body(block, trace, width))
     if edit is not None:
         yield from map(Text, edit_lines(edit, width, diff=diff))
@@ -50,6 +49,17 @@ def note_block(block: Block, width: int) -> Iterator[str]:
     first = block.first
     said = _named(block, block.message or first.message)
     yield from labelled(first.rule_id, f"{first.rule_name} on {first.mesh_dim}: {said}", width=width)
+    yield from column("", _names([g for g in block.groups if g.name]))
+    yield from column("", [str(first.path[0].call_site)] if first.path else [])
+
+
+def suppressed_block(block: Block, mark: Suppressed, width: int) -> Iterator[str]:
+    """A finding that does not count, in short: the rule, why it does not, whom it is about, where."""
+    first = block.first
+    on = f" on {first.mesh_dim}" if first.mesh_dim else ""
+    until = f", until {mark.until}" if mark.until is not None else ""
+    text = f"{first.rule_name}{on}: {mark.reason} ({mark.by} {mark.where}{until})"
+    yield from labelled(first.rule_id, text, width=width)
     yield from column("", _names([g for g in block.groups if g.name]))
     yield from column("", [str(first.path[0].call_site)] if first.path else [])
 

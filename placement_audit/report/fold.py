@@ -175,8 +175,8 @@ def places(findings: Iterable[Finding]) -> int:
 
 
 def finding_count(report: Report) -> dict[Severity, int]:
-    """Findings by severity."""
-    found = Counter(f.severity for f in report.findings)
+    """Findings that count, by severity."""
+    found = Counter(f.severity for f in report.findings if f.suppressed is None)
     return {s: found[s] for s in Severity}
 
 
@@ -190,7 +190,7 @@ def _key(f: Finding, factors: dict[tuple[str, str], Fraction | None]) -> tuple[o
     words = tuple(general(t, f.param_fqn) for t in (f.expected, f.observed, f.next_step))
     factor = factors.get((f.param_fqn or "", f.mesh_dim))
     steps = tuple(_place(s) for s in f.path)
-    return f.rule_id, f.severity, f.mesh_dim, on_param, steps, words, factor
+    return f.rule_id, f.severity, f.mesh_dim, on_param, steps, words, factor, f.suppressed
 
 
 def _block(

@@ -15,10 +15,18 @@ from placement_audit.weigh import slots
 
 def measured_lines(report: Report, width: int) -> Iterator[Text]:
     """The measurement as a section of the report; nothing where none was made."""
+    if report.measurement is None:
+        return
+    yield Text()
+    for label, text in measured_items(report):
+        yield from map(Text, labelled(label, text, width=width, indent=0))
+
+
+def measured_items(report: Report) -> Iterator[tuple[str, str]]:
+    """(what, its numbers in words); nothing where nothing was measured."""
     m = report.measurement
     if m is None:
         return
-    yield Text()
     for label, text in (
         ("measured", _gradients(m)),
         ("loss", f"{m.loss:.7g}, {m.reference_loss:.7g} on one device: relative error {m.loss_error:.1e}"),
@@ -29,7 +37,7 @@ def measured_lines(report: Report, width: int) -> Iterator[Text]:
         ("readers", _readers(m)),
     ):
         if text:
-            yield from map(Text, labelled(label, text, width=width, indent=0))
+            yield label, text
 
 
 def _gradients(m: Measurement) -> str:

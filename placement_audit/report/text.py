@@ -8,10 +8,17 @@ from rich.console import Console
 from rich.text import Text
 
 from placement_audit.report import fold
-from placement_audit.report.blocks import edit_lines, finding_block, note_block, remark_lines
+from placement_audit.report.blocks import (
+    edit_lines,
+    finding_block,
+    note_block,
+    remark_lines,
+    suppressed_block,
+)
 from placement_audit.report.numbers import measured_lines
 from placement_audit.report.table import BAD, parameter_table
 from placement_audit.report.words import (
+    column,
     evidence_text,
     labelled,
     listed,
@@ -48,13 +55,15 @@ def print_report(report: Report, console: Console) -> None:
     edits = {fingerprint: edit for edit in report.edits for fingerprint in edit.fingerprints}
     told: set[Edit | None] = set()
     for block in blocks:
-        if block.first.severity is not Severity.NOTE:
+        if block.first.severity is not Severity.NOTE and block.first.suppressed is None:
             console.print()
             edit = edits.get(block.first.fingerprint)
             lines(finding_block(block, report.trace, width, edit, diff=edit not in told))
             told.add(edit)
     lines(_section("not judged", _not_judged(report, width)))
     lines(_section("notes", _notes(report, blocks, width)))
+    lines(_section("suppressed", _suppressed(blocks, width)))
+    lines(_section("baseline", _baseline(report, width)))
     lines(_section("mended", _mended(report, width)))
     lines(_section("what this evidence cannot see", _blind_spots(report, width)))
     console.print()
@@ -70,12 +79,12 @@ def summary(report: Report) -> Text:
     took = f"on mesh {trace.mesh}, {sum(s for _, s in trace.run.phases):.1f} s"
     if report.outcome is Outcome.FINDINGS:
         count = fold.finding_count(report)
-        live = [f for f in report.findings if f.severity is not Severity.NOTE]
+        live = [f for f in report.findings if f.severity is not Severity.NOTE and f.suppressed is None]
         kinds = [plural(count[s], s) for s in (Severity.ERROR, Severity.WARNING) if count[s]]
         head = plural(len(live), "finding") + (f" ({listed(kinds)})" if len(kinds) > 1 else "")
         if fold.places(live):
             head += f" at {plural(fold.places(live), 'place')}"
-        tail = f" in {plural(len(trace.params), 'parameter')}{left} {took}"
+        tail = f"{_but(report)} in {plural(len(trace.params), 'parameter')}{left} {took}"
         return Text.assemble((head, BAD if count[Severity.ERROR] else "bold yellow"), tail)
     if report.outcome is Outcome.CLEAN:
         verdicts = fold.verdict_count(report)
@@ -83,9 +92,15 @@ def summary(report: Report) -> Text:
         warnings = fold.finding_count(report)[Severity.WARNING]
         took += f"; {plural(warnings, 'warning')}" if warnings else ""
         tail = f": {plural(len(judged), 'parameter')} judged, {plural(sum(verdicts.values()), 'verdict')}"
-        return Text.assemble(("clean", "bold green"), f"{tail}: {listed(kinds)}; {took}")
+        return Text.assemble(("clean", "bold green"), f"{_but(report)}{tail}: {listed(kinds)}; {took}")
     what = f"{plural(len(judged), 'parameter')} judged{left}" if judged else "nothing was audited"
     return Text.assemble(("incomplete", "bold yellow"), f": {what}; {took}")
+
+
+def _but(report: Report) -> str:
+    """Findings that are there and do not count, apart from notes."""
+    found = [f for f in report.findings if f.suppressed is not None and f.severity is not Severity.NOTE]
+    return f" but for {len(found):,} suppressed" if found else ""
 
 
 # --------------------------------------------------------------------------- sections
@@ -133,10 +148,12 @@ def _not_judged(report: Report, width: int) -> Iterator[Text]:
 
 def _notes(report: Report, blocks: tuple[fold.Block, ...], width: int) -> Iterator[Text]:
     for remark in fold.fold_remarks(report, Verdict.DEFERRED):
-        yield from map(Text, remark_lines(remark, _who_must_reduce(report, remark), True, width))
+        yield from map(Text, remark_lines(remark, who_must_reduce(report, remark), True, width))
     for block in blocks:
         # PA401 says of each parameter what the lines above say of all
-        if block.first.severity is Severity.NOTE and block.first.rule_id != "PA401":
+        if block.first.suppressed is not None or block.first.severity is not Severity.NOTE:
+            continue
+        if block.first.rule_id != "PA401":
             yield from map(Text, note_block(block, width))
     for remark in fold.fold_relabelled(report):
         label = f"ok, though .grad is {remark.label}: " if remark.label else "ok: "
@@ -152,6 +169,23 @@ def _notes(report: Report, blocks: tuple[fold.Block, ...], width: int) -> Iterat
             yield from map(Text, wrapped(text, head="  ", width=width))
 
 
+def _suppressed(blocks: tuple[fold.Block, ...], width: int) -> Iterator[Text]:
+    for block in blocks:
+        if block.first.suppressed is not None:
+            yield from map(Text, suppressed_block(block, block.first.suppressed, width))
+
+
+def _baseline(report: Report, width: int) -> Iterator[Text]:
+    use = report.baseline
+    if use is None:
+        return
+    yield from map(Text, labelled("known", f"{plural(use.known, 'finding')} of {use.path}", width=width))
+    yield from map(Text, column("gone", use.gone))
+    if use.gone:
+        text = f"placement-audit baseline --write {use.path} takes them out"
+        yield from map(Text, labelled("", text, width=width))
+
+
 def _mended(report: Report, width: int) -> Iterator[Text]:
     for edit in report.edits:
         if edit.status is EditStatus.APPLIED:
@@ -163,7 +197,8 @@ def _everywhere(report: Report, remark: fold.Remark) -> bool:
     return len(remark.mesh_dims) == len(report.trace.mesh.dim_names)
 
 
-def _who_must_reduce(report: Report, remark: fold.Remark) -> str:
+def who_must_reduce(report: Report, remark: fold.Remark) -> str:
+    """What is to be said of gradients that are left Partial."""
     dims = listed(remark.mesh_dims)
     label = remark.label or "Partial"
     torch = (version_of(report.trace.run, "torch") or "").partition("+")[0]

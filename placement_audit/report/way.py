@@ -57,7 +57,7 @@ def explain_param(source: Report | Trace, fqn: str) -> str:
     trace = source.trace if isinstance(source, Report) else source
     param = find_param(trace, fqn)
     judgements = {j.mesh_dim: j for j in report.judgements if j.param_fqn == param.fqn} if report else {}
-    way = _way(trace, param, judgements)
+    way = backward_way(trace, param, judgements)
     lines = [*_head(trace, param), "", "forward", *_forward(trace, param)]
     if way:
         lines += ["", "backward", *_backward(trace, param, way)]
@@ -91,12 +91,13 @@ def find_param(trace: Trace, fqn: str) -> ParamRecord:
 # --------------------------------------------------------------------------- the steps
 
 
-def _forward_boundaries(trace: Trace, param: ParamRecord) -> list[Boundary]:
+def forward_boundaries(trace: Trace, param: ParamRecord) -> list[Boundary]:
+    """Calls on the parameter, in the order of forward."""
     found = (trace.boundaries[i] for i in param.boundaries)
     return [b for b in found if b.phase is Phase.FORWARD]
 
 
-def _way(trace: Trace, param: ParamRecord, judgements: dict[str, Judgement]) -> list[Boundary]:
+def backward_way(trace: Trace, param: ParamRecord, judgements: dict[str, Judgement]) -> list[Boundary]:
     """Boundaries that the gradient went back through, in the order of backward.
 
     Those of the parameter, and those that a verdict names though they are upstream of it.
@@ -119,7 +120,7 @@ def _head(trace: Trace, param: ParamRecord) -> Iterator[str]:
 
 def _forward(trace: Trace, param: ParamRecord) -> Iterator[str]:
     number = 0
-    for b in _forward_boundaries(trace, param):
+    for b in forward_boundaries(trace, param):
         number += 1
         yield _step(number, b.kind, b.src, b.dst, b.tensor)
         yield from _site(b, code=True)
@@ -142,10 +143,10 @@ def _forward(trace: Trace, param: ParamRecord) -> Iterator[str]:
 
 def _backward(trace: Trace, param: ParamRecord, way: Sequence[Boundary]) -> Iterator[str]:
     own = set(param.boundaries)
-    forward = {b.index: number for number, b in enumerate(_forward_boundaries(trace, param), 1)}
+    forward = {b.index: number for number, b in enumerate(forward_boundaries(trace, param), 1)}
     for number, b in enumerate(way, len(forward) + len(param.uses) + 1):
         grad = b.grad
-        assert grad is not None  # _way keeps only boundaries that a gradient crossed
+        assert grad is not None  # backward_way keeps only boundaries that a gradient crossed
         of = f"{b.kind}, step {forward[b.index]}" if b.index in forward else b.kind
         yield _step(number, f"backward of {of}", grad.arrived, grad.left, grad.tensor)
         yield from _site(b, code=b.index not in forward)
@@ -160,7 +161,7 @@ def _backward(trace: Trace, param: ParamRecord, way: Sequence[Boundary]) -> Iter
                 # a lie told by an earlier call travels on: only the call that is to blame says it anew
                 first = not state.blame or b.index in state.blame
                 head = "FALSE LABEL" if first else "still a false label"
-                yield f"{_MARGIN}{head}: leaves as {label} on {d}, really {_state(state, None)}"
+                yield f"{_MARGIN}{head}: leaves as {label} on {d}, really {state_text(state, None)}"
 
 
 def _end(trace: Trace, param: ParamRecord, judgements: dict[str, Judgement]) -> Iterator[str]:
@@ -170,7 +171,7 @@ def _end(trace: Trace, param: ParamRecord, judgements: dict[str, Judgement]) -> 
         layout, dims = param.grad.layout, trace.mesh.dim_names
         yield from column(".grad", [f"{layout_text(layout)}   ({param.grad.dtype})"], indent=0)
         states = [
-            f"{d} {_state(s, layout.on(d) if layout else None)}"
+            f"{d} {state_text(s, layout.on(d) if layout else None)}"
             for d, s in zip(dims, param.grad.state, strict=True)
         ]
         yield from labelled("really", "; ".join(states), width=WIDTH, indent=0)
@@ -204,10 +205,11 @@ def _site(b: Boundary, *, code: bool) -> Iterator[str]:
 def _collectives(trace: Trace, b: Boundary, phase: Phase) -> Iterator[str]:
     for c in trace.collectives:
         if c.boundary == b.index and c.phase is phase:
-            yield f"{_MARGIN}{_collective(c)}"
+            yield f"{_MARGIN}{collective_text(c)}"
 
 
-def _collective(c: Collective) -> str:
+def collective_text(c: Collective) -> str:
+    """``all_reduce(sum) over tp: 256 elements, float32``."""
     over = listed(c.mesh_dims) or f"a group of {len(c.group_ranks)} ranks"
     equal = f"; what it summed was already equal over {listed(c.already_equal)}" if c.already_equal else ""
     op = f"({c.reduce_op})" if c.reduce_op else ""
@@ -218,14 +220,14 @@ def _change(mesh_dim: str, trace_dims: Sequence[str], grad: GradCrossing) -> str
     at = trace_dims.index(mesh_dim)
     arrived = grad.arrived.on(mesh_dim) if grad.arrived is not None else None
     left = grad.left.on(mesh_dim) if grad.left is not None else None
-    before, after = _state(grad.arrived_state[at], arrived), _state(grad.left_state[at], left)
+    before, after = state_text(grad.arrived_state[at], arrived), state_text(grad.left_state[at], left)
     # a label that comes or goes with a plain tensor is no change of what the gradient is
-    if _state(grad.arrived_state[at], None) == _state(grad.left_state[at], None):
+    if state_text(grad.arrived_state[at], None) == state_text(grad.left_state[at], None):
         return after if left is not None else before
     return f"{before} -> {after}"
 
 
-def _state(state: State, label: Placement | None) -> str:
+def state_text(state: State, label: Placement | None) -> str:
     """Plain words; a true label tells a term of a sum from a part of a shard."""
     words = _STATES[state.kind]
     if state.kind is StateKind.VARYING and label is not None and not label.is_replicate:

@@ -170,6 +170,6 @@ def test_a_good_run_prints_one_report_and_ends_clean(tmp_path):
 def test_rank_0_that_cannot_write_ends_all(tmp_path):
     done = torchrun(tmp_path, 2, "tp.toml", "--output-file", "/dev/full")
     assert ours(done.stderr) == (
-        "placement-audit: error: --output-file /dev/full: cannot be written: No space left on device."
+        "placement-audit: error: /dev/full: cannot be written: No space left on device."
     )
     assert statuses(done.stderr) == [2, 2]

@@ -44,7 +44,7 @@ def parsed(flavor: str, *overrides: str) -> tuple[Any, Any, Any]:
     """The job, its train spec and the flavor's args."""
     flags = ["--model.flavor", flavor, "--training.seq_len", "6144", *overrides]
     titan02_device.claim_device("cpu")
-    job = titan02_job.parse(load(CONFIGS / "fsdp_tp.toml", overrides=flags), version=check_versions())
+    job = titan02_job.parse(load(str(CONFIGS / "fsdp_tp.toml"), overrides=flags), version=check_versions())
     return (job, *titan02_checks.model_of(job))
 
 
@@ -176,7 +176,7 @@ def audit(env: RankEnv) -> tuple[Report, int, set[tuple[int, ...]]]:
         return tokens, labels
 
     titan02_step.batch_of = seen
-    job = load(CONFIGS / "fsdp_tp.toml", overrides=["--model.flavor", "8B"], device="cpu")
+    job = load(str(CONFIGS / "fsdp_tp.toml"), overrides=["--model.flavor", "8B"], device="cpu")
     report = pipeline.run(job, pipeline.Options(rank_env=env, measure=True))
     return report, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, batches
 

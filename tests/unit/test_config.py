@@ -82,8 +82,8 @@ def test_the_hash_covers_both_files(write):
         ("worldsize = 2", "placement_audit.worldsize: unknown key. Did you mean 'world_size'?"),
         (
             "nproc = 2",
-            "placement_audit.nproc: unknown key. Known keys: config, device, job, module, overrides, timeout, "
-            "world_size.",
+            "placement_audit.nproc: unknown key. Known keys: config, device, job, module, overrides, suppress, "
+            "timeout, world_size.",
         ),
         (
             'world_size = "2"',

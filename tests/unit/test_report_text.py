@@ -165,10 +165,10 @@ def test_deferred_is_calm() -> None:
 
 
 def test_formats_and_colors() -> None:
-    assert FORMATS == ("text", "json")
+    assert FORMATS == ("text", "json", "sarif", "junit", "markdown", "github", "html")
     assert COLORS == ("auto", "always", "never")
-    with pytest.raises(UsageError, match="Unknown report format 'sarif'; expected one of text, json"):
-        render(m.stock_report(layers=1), "sarif")
+    with pytest.raises(UsageError, match="Unknown report format 'xml'; expected one of text, json"):
+        render(m.stock_report(layers=1), "xml")
 
 
 # --------------------------------------------------------------------------- single lines

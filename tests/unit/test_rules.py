@@ -16,6 +16,9 @@ from placement_audit.verdicts import Severity
 pytestmark = pytest.mark.unit
 
 SEVERITIES = {
+    "PA001": ("suppression-without-reason", Severity.WARNING),
+    "PA002": ("unused-suppression", Severity.WARNING),
+    "PA003": ("expired-suppression", Severity.WARNING),
     "PA101": ("mislabelled-gradient", Severity.WARNING),
     "PA102": ("ranks-disagree", Severity.ERROR),
     "PA103": ("invariant-declared-partial", Severity.WARNING),
