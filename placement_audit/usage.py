@@ -8,7 +8,7 @@ placement-audit [audit] --config FILE [options] [-- torchtitan overrides]
        placement-audit explain PARAMETER --config FILE [options] [-- torchtitan overrides]
        placement-audit explain RULE
        placement-audit rules
-       placement-audit report SAVED.json [--format text|json] [--output-file FILE]
+       placement-audit report SAVED.json [--format FORMAT[:FILE]] ...
        placement-audit patch [--torchtitan DIR] [--check | --diff | --apply | --revert]
        placement-audit baseline --write FILE (--config FILE | --report SAVED.json)
        placement-audit diff BEFORE.json AFTER.json [--format text|json]
