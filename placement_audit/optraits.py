@@ -19,7 +19,9 @@ _FRESH = frozenset(
     }
 )  # fmt: skip
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_", "zero", "_foreach_zero_"})
-_SCALES = frozenset({"div", "div_", "mul", "mul_", "_foreach_div", "_foreach_div_", "_foreach_mul", "_foreach_mul_"})
+_SCALES = frozenset(
+    {"div", "div_", "mul", "mul_", "_foreach_div", "_foreach_div_", "_foreach_mul", "_foreach_mul_"}
+)
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "uniform", "multinomial", "exponential")
 _PASSES_ON = frozenset(
     {
