@@ -72,6 +72,16 @@ def _patch(parser: argparse.ArgumentParser) -> None:
     options.add_patch(parser)
 
 
+def _revert(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Puts back the very bytes that files had before --fix or patch --apply edited them."
+    parser.epilog = usage.REVERT_EPILOG
+    parser.add_argument("files", metavar="FILE", nargs="+", help="as the report of --fix names them")
+    parser.add_argument(
+        "--force", action="store_true", help="although edited since; those edits are kept aside"
+    )
+    parser.add_argument("--verbose", action="store_true", help="tracebacks")
+
+
 def _report(parser: argparse.ArgumentParser) -> None:
     parser.description = "Renders a saved JSON report again, without torch; exits as the audit did."
     parser.add_argument(
@@ -136,6 +146,7 @@ _FILL: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "rules": _rules,
     "report": _report,
     "patch": _patch,
+    "revert": _revert,
     "baseline": _baseline,
     "diff": _diff,
     "init": _init,

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from placement_audit import arguments
-from placement_audit.commands import audit, baseline, completion, diff, explain, init, patch, show
+from placement_audit.commands import audit, baseline, completion, diff, explain, init, patch, revert, show
 from placement_audit.commands.talk import Talk
 from placement_audit.errors import AuditError, IncompleteError
 
@@ -20,6 +20,7 @@ _ACTIONS: dict[str, Callable[[Namespace, Talk], int]] = {
     "report": show.saved,
     "rules": show.rules,
     "patch": patch.run,
+    "revert": revert.run,
     "baseline": baseline.run,
     "diff": diff.run,
     "init": init.run,

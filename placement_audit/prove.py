@@ -100,7 +100,7 @@ def mend(report: Report, planned: Sequence[Planned], terms: Terms) -> Report:
         _take_back(changes, ours)
         why = "taken back: the audit of the edited files did not bear out the proof: " + "; ".join(against)
         return _with(report, planned, told | dict.fromkeys(kept, (EditStatus.REJECTED, why)))
-    return _after(final, planned, told | dict.fromkeys(kept, (EditStatus.APPLIED, proof)))
+    return _after(final, planned, told | {p: (EditStatus.APPLIED, f"{proof}; {_way_back(p)}") for p in kept})
 
 
 # --------------------------------------------------------------------------- proving
@@ -168,6 +168,14 @@ def _refusal(p: Planned) -> str | None:
     except Refused as refused:
         return refused.reason
     return files.refusal(change, known=None)
+
+
+def _way_back(p: Planned) -> str:
+    """What to type to have the file again as it was."""
+    assert p.source is not None
+    path = p.source.path
+    here = Path.cwd()
+    return f"placement-audit revert {path.relative_to(here) if path.is_relative_to(here) else path} takes it back"
 
 
 def _take_back(changes: Sequence[files.Change], ours: Collection[Path]) -> None:

@@ -10,6 +10,7 @@ placement-audit [audit] --config FILE [options] [-- torchtitan overrides]
        placement-audit rules
        placement-audit report SAVED.json [--format FORMAT[:FILE]] ...
        placement-audit patch [--torchtitan DIR] [--check | --diff | --apply | --revert]
+       placement-audit revert FILE ...
        placement-audit baseline --write FILE (--config FILE | --report SAVED.json)
        placement-audit diff BEFORE.json AFTER.json [--format text|json]
        placement-audit init [--dir DIR] [--config FILE] [--yes]
@@ -43,6 +44,15 @@ examples:
   placement-audit patch
   placement-audit patch --torchtitan ../torchtitan --diff | git -C ../torchtitan apply
   placement-audit patch --torchtitan ../torchtitan --apply
+"""
+
+REVERT_EPILOG = """\
+exit status:
+  0  reverted
+  2  nothing of ours to take back, or edited since; files named before that one are reverted
+
+examples:
+  placement-audit revert my_model/norm.py
 """
 
 BASELINE_EPILOG = """\
@@ -96,6 +106,7 @@ COMMANDS = {
     "rules": "list the rules",
     "report": "render a saved report again",
     "patch": "mend SimpleFSDP in a torchtitan on disk",
+    "revert": "put back what --fix or patch edited",
     "baseline": "write a file of known findings",
     "diff": "set two saved reports side by side",
     "init": "write a workflow, a test and a table for your repository",

@@ -12,6 +12,7 @@ import make_report as m
 import pytest
 from test_proof import NORM, finding, report  # type: ignore[import-not-found]
 
+from placement_audit import cli
 from placement_audit.errors import IncompleteError
 from placement_audit.mend import files
 from placement_audit.mend.attach import Planned, attach
@@ -318,3 +319,22 @@ def test_a_long_diff_is_counted_in_the_text_report(tmp_path: Path) -> None:
     text = render(made, "text", width=100, color="never")
     assert "+line 0\n" not in text
     assert "a.py, 40 lines added, 1 removed: the JSON report has the diff" in text
+
+
+def test_what_was_applied_is_reverted_by_the_command_that_the_report_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = World(tmp_path, "a.py")
+    before = (tmp_path / "a.py").read_bytes()
+    made = world.mended()
+    (edit,) = [e for e in made.edits if e.status is EditStatus.APPLIED]
+    assert edit.proof.endswith("; placement-audit revert a.py takes it back")
+    assert (tmp_path / "a.py").read_bytes() != before
+    assert cli.main(["revert", "a.py"]) == 0
+    assert capsys.readouterr().out == "reverted  a.py\n"
+    assert (tmp_path / "a.py").read_bytes() == before
+    assert cli.main(["revert", "a.py"]) == 2
+    assert "nothing to revert" in capsys.readouterr().err
+    assert cli.main(["revert", "b.py"]) == 2
+    assert capsys.readouterr().err == "placement-audit: error: b.py: there is no such file.\n"
