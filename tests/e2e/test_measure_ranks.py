@@ -28,7 +28,7 @@ calls = 0
 
 def forward(self, x):
     global calls
-    calls += 1
+    calls += hasattr(self.w1.weight, "placements")  # not those of the model on one device
     if calls == 3 and os.environ["RANK"] in os.environ["FAULTY_RANKS"].split(","):
         print("the fault begins")
         match os.environ["FAULT"]:
