@@ -43,7 +43,7 @@ def script(capsys, shell: str) -> str:
         (["audit", "--log-dir", "fol"], {"folder"}),
         (["diff", "saved.json", "sav"], {"saved.json"}),
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(sorted(words) if isinstance(words, set) else words),
 )
 def test_bash(capsys, tmp_path, typed, wanted):
     (tmp_path / "script.bash").write_text(script(capsys, "bash"))
