@@ -103,7 +103,7 @@ def test_a_rule_alone_fits_all_of_it_and_the_run_is_clean():
         ({"place": "my_model/*"}, "all"),
         ({"place": "torchtitan/*", "mesh_dim": "fsdp"}, "all"),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_every_pattern_must_fit(changes, left):
     report = make_report.one_sided_report()
