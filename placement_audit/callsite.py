@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import tokenize
 from contextlib import suppress
@@ -67,7 +68,8 @@ class SiteTable:
 
     def __init__(self) -> None:
         """Take the import path once: it is what paths are shortened by."""
-        roots = {str(Path(p or ".").resolve()) for p in sys.path}
+        # As imports spell them and as they are: an environment may lie behind a symlink.
+        roots = {str(as_is(p or ".")) for p in sys.path for as_is in (os.path.abspath, os.path.realpath)}
         self._roots = sorted((r + "/" for r in roots if r != "/"), key=len, reverse=True)
         self._cwd = str(Path.cwd()) + "/"
         self._made: dict[RawSite, CallSite] = {}

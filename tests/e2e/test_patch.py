@@ -49,6 +49,12 @@ def one(tmp_path):
     return root, root / FILES["0.2.1"]
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist tells its workers that lines have 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def patch(capsys, root: Path, *args: str, expect: int = 0) -> str:
     """Run the command here; its output, having checked the status and that errors are errors."""
     capsys.readouterr()
