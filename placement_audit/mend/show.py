@@ -130,7 +130,7 @@ def _draw_revert(done: Done, console: Console) -> None:
     for path in done.changed:
         console.print(Text(f"reverted  {path}"))
     for path in done.kept:
-        console.print(Text(f"kept      what was edited after --apply: {path}"))
+        console.print(Text(f"kept      what was edited after --apply: {path}"), soft_wrap=True)
 
 
 def _command(done: Done, action: str) -> str:
