@@ -69,7 +69,7 @@ def draw(done: Done, console: Console) -> None:
 
 
 def _draw_check(done: Done, console: Console) -> None:
-    console.print(Text(f"torchtitan in {done.checkout.root}"))
+    _line(console, f"torchtitan in {done.checkout.root}")
     for one in done.looks:
         console.print()
         console.print(Text(f"{one.shown}   {_whose(one.known)}"))
@@ -84,9 +84,14 @@ def _draw_check(done: Done, console: Console) -> None:
     elif states == {State.APPLIED}:
         console.print(Text(f"applied, in the {done.asked.form} form", "green"))
     else:
-        console.print(
-            Text(f"next   {_command(done, 'diff')} shows the edit, --apply makes it, --revert undoes it")
+        _line(
+            console, f"next   {_command(done, 'diff')} shows the edit, --apply makes it, --revert undoes it"
         )
+
+
+def _line(console: Console, text: str | Text) -> None:
+    """A line with a path or a command in it, which people copy: never broken."""
+    console.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
 
 
 def _draw_part(part: Part, console: Console) -> None:
@@ -119,18 +124,19 @@ def _whose(known: Known | None) -> str:
 
 def _draw_apply(done: Done, console: Console) -> None:
     for path in done.changed:
-        console.print(Text("applied", "green").append(f"   {path}, the {done.asked.form} form", "default"))
+        head = Text("applied", "green")
+        _line(console, head.append(f"   {path}, the {done.asked.form} form", "default"))
     if not done.changed:
         console.print(Text("applied", "green").append(" before: nothing to do.", "default"))
-    console.print(Text(f"next      audit again: {_audit(done)}"))
-    console.print(Text(f"          {_command(done, 'revert')} undoes it"))
+    _line(console, f"next      audit again: {_audit(done)}")
+    _line(console, f"          {_command(done, 'revert')} undoes it")
 
 
 def _draw_revert(done: Done, console: Console) -> None:
     for path in done.changed:
-        console.print(Text(f"reverted  {path}"))
+        _line(console, f"reverted  {path}")
     for path in done.kept:
-        console.print(Text(f"kept      what was edited after --apply: {path}"), soft_wrap=True)
+        _line(console, f"kept      what was edited after --apply: {path}")
 
 
 def _command(done: Done, action: str) -> str:

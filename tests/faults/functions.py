@@ -48,7 +48,7 @@ class Copy(torch.autograd.Function):
         return summed(g, ctx.group), None
 
 
-class Sum(torch.autograd.Function):
+class Reduce(torch.autograd.Function):
     """g."""
 
     @staticmethod
@@ -60,7 +60,7 @@ class Sum(torch.autograd.Function):
         return g, None
 
 
-class SumTwice(torch.autograd.Function):
+class ReduceTwice(torch.autograd.Function):
     """g whose backward sums, too."""
 
     @staticmethod

@@ -27,7 +27,7 @@ from tests.faults.family import (
     mixed,
     one_device,
 )
-from tests.faults.functions import Copy, Gather, Scatter, Sum, SumTwice, gathered, summed
+from tests.faults.functions import Copy, Gather, Reduce, ReduceTwice, Scatter, gathered, summed
 
 T, D, H = 8, 8, 16
 
@@ -67,9 +67,9 @@ def _tensor_parallel(mesh: DeviceMesh, variant: str) -> Job:
     x, y = draw("x", T, D, scale=1), draw("y", T, D)
     model = _parts(_MLP, mesh, _MLP_SHARDS)
     group = mesh.get_group("tp")
-    f, g = (Sum, Copy) if variant == "f and g swapped" else (Copy, Sum)
+    f, g = (Reduce, Copy) if variant == "f and g swapped" else (Copy, Reduce)
     if variant == "g sums backward, too":
-        g = SumTwice
+        g = ReduceTwice
 
     def step() -> torch.Tensor:
         if variant == "in a flat buffer":
@@ -189,7 +189,7 @@ def _gqa(mesh: DeviceMesh, variant: str) -> Job:
 
     def step() -> None:
         h = Copy.apply(x, everywhere)
-        out = Sum.apply(_attention(h, model.wq, model.wk, model.wv, model.wo, 1, 1), everywhere)
+        out = Reduce.apply(_attention(h, model.wq, model.wk, model.wv, model.wo, 1, 1), everywhere)
         (out - y).square().mean().backward()
         if variant == "as it is":
             for p in (model.wk, model.wv):
@@ -263,7 +263,7 @@ def _latent(mesh: DeviceMesh, variant: str) -> Job:
         else:
             c, rope = a.split([4, 3], -1)
             c = Copy.apply(c, group)
-        out = Sum.apply(F.linear(heads(c, rope, model.up), model.out), group)
+        out = Reduce.apply(F.linear(heads(c, rope, model.up), model.out), group)
         (out - y).square().mean().backward()
         if variant == "below, then all summed":
             dist.all_reduce(model.down.grad, group=group)

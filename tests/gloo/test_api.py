@@ -18,7 +18,7 @@ from placement_audit import AuditError, Report, audit
 from placement_audit.config import RankEnv
 from placement_audit.verdicts import Severity, Verdict
 from tests.faults.family import Bag, draw, mine
-from tests.faults.functions import Copy, Sum
+from tests.faults.functions import Copy, Reduce
 from tests.gloo.ranks import on_ranks
 from tests.trace.worlds import of_rule, verdicts
 
@@ -151,7 +151,7 @@ def replicas(env: RankEnv, apart: bool) -> Report:
 
     def step() -> torch.Tensor:
         h = F.linear(Copy.apply(x, group), model.w1)
-        return F.linear(Sum.apply(F.pad(h, (0, H // 2)), group), model.w2).square().mean()
+        return F.linear(Reduce.apply(F.pad(h, (0, H // 2)), group), model.w2).square().mean()
 
     return audit(step, model, mesh=mesh, declared={"w1": {"tp": Shard(0)}})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,32 +13,17 @@ from placement_audit.judge import judge
 from placement_audit.model import Placement, PlacementKind
 from placement_audit.trace import trace_step
 from placement_audit.verdicts import Report
+from tests.faults.functions import Gather, Reduce, ReduceTwice, Scatter, gathered, summed
 from tests.trace.worlds import fake_mesh, run_record
+
+__all__ = ["Copy", "Gather", "GatherOnly", "Nothing", "Reduce", "ReduceTwice", "Scatter"]
 
 ROWS = Placement(PlacementKind.SHARD, 0)
 COLUMNS = Placement(PlacementKind.SHARD, 1)
 
 
-def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    x = x.clone()
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
-
-
-def scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
-    return out
-
-
 class Copy(torch.autograd.Function):
-    """f: identity; backward sums."""
+    """f that returns its very input, where `tests.faults.functions` has a view of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -49,44 +33,6 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         return summed(g, ctx.group), None
-
-
-class Reduce(torch.autograd.Function):
-    """g: sums; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return g, None
-
-
-class ReduceTwice(Reduce):
-    """g, whose backward sums as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return summed(g, ctx.group), None
-
-
-class Gather(torch.autograd.Function):
-    """Rows from all ranks; backward sums and scatters."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return scattered(g, ctx.group), None
 
 
 class GatherOnly(Gather):
@@ -100,19 +46,6 @@ class GatherOnly(Gather):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         return g[ctx.rank * ctx.rows : (ctx.rank + 1) * ctx.rows].clone(), None
-
-
-class Scatter(torch.autograd.Function):
-    """Sums and scatters rows; backward gathers them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return gathered(g, ctx.group), None
 
 
 class Nothing(torch.autograd.Function):

@@ -22,7 +22,7 @@ from placement_audit import AuditError, Job, audit, audit_factory, render, watch
 from placement_audit.report.way import explain_param
 from placement_audit.verdicts import Outcome, Report, Verdict
 from tests.faults.family import Bag, draw, laid_out, mine, on
-from tests.faults.functions import Copy, Sum
+from tests.faults.functions import Copy, Reduce
 from tests.trace.worlds import fake_mesh, of_rule, verdicts
 
 pytestmark = pytest.mark.trace
@@ -135,7 +135,7 @@ def test_declared_shards_need_no_sum_and_undeclared_ones_do() -> None:
     model = Bag(w1=draw("w1", H // 2, D), w2=draw("w2", D, H // 2))
 
     def step() -> torch.Tensor:
-        return Sum.apply(F.linear(F.linear(Copy.apply(x, group), model.w1).relu(), model.w2), group).mean()
+        return Reduce.apply(F.linear(F.linear(Copy.apply(x, group), model.w1).relu(), model.w2), group).mean()
 
     shards = {"w1": {"tp": Shard(0)}, "w2": [Shard(-1)]}
     report = audit(step, model, mesh=mesh, declared=shards)
