@@ -5,7 +5,7 @@
     python3 scripts/bench.py --measured          on gloo ranks: the watched step, and a whole measurement, over the
                                                  plain training step of the same ranks
     python3 scripts/bench.py --faults            the seeded faults of tests/faults: caught, missed and false alarms,
-                                                 traced and measured
+                                                 traced and measured, and by spmd_types where it is installed
 
 Each pair runs the same step untraced and traced, one after the other, in one process; the figure is the
 median of the pairs' ratios, so that a machine whose speed drifts does not change it. Needs the project's
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from placement_audit.config import RankEnv
     from placement_audit.trace import Tracer
-    from placement_audit.verdicts import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -149,62 +148,6 @@ def measured(pairs: int) -> int:
     return 0
 
 
-def faults() -> int:
-    """Print caught, missed and false alarms over the seeded faults."""
-    sys.path.insert(0, str(ROOT))
-    from importlib.util import find_spec
-
-    from tests.faults import FAMILIES
-    from tests.faults.on_ranks import Item, reports, traced
-    from tests.gloo.ranks import on_ranks
-
-    table: dict[str, dict[Item, str]] = {"traced": {}, "measured": {}}
-    for family in FAMILIES:
-        for variant in family.variants:
-            table["traced"][family.name, variant] = said(traced(family, variant))
-    for ranks in sorted({f.ranks for f in FAMILIES}):
-        items = [(f.name, v) for f in FAMILIES if f.ranks == ranks and f.measured for v in f.variants]
-        for item, report in on_ranks(ranks, reports, items, deadline=600)[0].items():
-            table["measured"][item] = said(report)
-    print(f"{'family':<40}{'variant':<30}{'truth':<8}" + "".join(f"{how:<14}" for how in table))
-    tally = {how: dict.fromkeys(("caught", "missed", "false alarm", "right"), 0) for how in table}
-    for family in FAMILIES:
-        for variant, expect in family.variants.items():
-            cells = []
-            for how, row in table.items():
-                verdict = row.get((family.name, variant))
-                cells.append(outcome_of(expect.right, verdict))
-                if verdict is not None:
-                    tally[how][cells[-1]] += 1
-            truth = "right" if expect.right else "wrong"
-            print(f"{family.name:<40}{variant:<30}{truth:<8}" + "".join(f"{c:<14}" for c in cells))
-    for how, counts in tally.items():
-        print(f"{how}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
-    if find_spec("spmd_types") is None:
-        print("spmd_types: not installed")
-    else:
-        print(
-            "spmd_types: not compared; it checks programs that are annotated for it, and these are plain programs"
-        )
-    return 0
-
-
-def said(report: Report | str) -> str:
-    """In one word: right or wrong; "fault" where there is no report, or one that contradicts itself."""
-    if isinstance(report, str) or any(f.rule_id == "PA901" for f in report.findings):
-        return "fault"
-    return "wrong" if report.exit_status == 1 else "right"
-
-
-def outcome_of(right: bool, verdict: str | None) -> str:
-    """A cell of the table of faults; "-" where nothing was run."""
-    if verdict is None:
-        return "-"
-    if right:
-        return "right" if verdict == "right" else "false alarm"
-    return "caught" if verdict == "wrong" else "missed"
-
-
 def main() -> int:
     """Measure each model in a process of its own and print a table."""
     parser = argparse.ArgumentParser(description="traced over untraced time of one step on meta")
@@ -220,6 +163,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.faults:
+        sys.path.insert(0, str(ROOT))
+        from bench_faults import faults  # pyrefly: ignore [missing-import]  beside this script
+
         return faults()
     if args.measured:
         return measured(args.pairs)
