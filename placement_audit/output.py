@@ -73,15 +73,29 @@ def _umask() -> int:
 def write_stdout(text: str) -> None:
     """Write to standard output; a reader who has gone (``| head``) is no error.
 
+    What its encoding has no sign for is shown as Python escapes it.
+
     Raises:
         UsageError: it cannot be written (disk full, ...).
     """
-    _write_stdout(lambda: sys.stdout.write(text))
+    if hasattr(sys.stdout, "buffer"):
+        write_stdout_bytes(text.encode(sys.stdout.encoding or "utf-8", "backslashreplace"))
+    else:
+        _write_stdout(lambda: sys.stdout.write(text))  # a notebook's, or io.StringIO
 
 
 def write_stdout_bytes(data: bytes) -> None:
     """The same for what may be in any encoding."""
-    _write_stdout(lambda: sys.stdout.buffer.write(data))
+
+    def write() -> None:
+        sys.stdout.flush()
+        left = memoryview(data)
+        while left:
+            # under PYTHONUNBUFFERED this is the file itself, which may take a part: a disk that has filled up says so
+            # only when it is asked for the rest
+            left = left[sys.stdout.buffer.write(left) :]
+
+    _write_stdout(write)
 
 
 def _write_stdout(write: Callable[[], object]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -175,7 +176,8 @@ def _way_back(p: Planned) -> str:
     assert p.source is not None
     path = p.source.path
     here = Path.cwd()
-    return f"placement-audit revert {path.relative_to(here) if path.is_relative_to(here) else path} takes it back"
+    typed = shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    return f"placement-audit revert {typed} takes it back"
 
 
 def _take_back(changes: Sequence[files.Change], ours: Collection[Path]) -> None:

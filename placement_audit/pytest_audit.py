@@ -216,5 +216,7 @@ def _lines(block: Block, report: Report) -> Iterator[str]:
     else:
         edit = next((e for e in report.edits if first.fingerprint in e.fingerprints), None)
         yield from (line.plain for line in finding_block(block, report.trace, WIDTH, edit))
-    if first.suppressed is not None:
-        yield f"suppressed in {first.suppressed.where}: {first.suppressed.reason}"
+    mark = first.suppressed
+    if mark is not None:
+        until = f" until {mark.until}" if mark.until is not None else ""
+        yield f"suppressed in {mark.where}{until}: {mark.reason}"

@@ -20,6 +20,7 @@ import placement_audit
 from placement_audit.pytest_items import AUDITS, MARK, AuditFile, Audits, incomplete, keep_together, marked
 
 if TYPE_CHECKING:
+    from placement_audit.pytest_audit import Request
     from placement_audit.verdicts import Report
 
 _USAGE = (
@@ -124,7 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def placement_report(request: pytest.FixtureRequest) -> Report:
     """The `placement_audit.Report` of the job file that the test's marker names."""
-    wanted = marked(request.node)
+    wanted = _marked_well(request.node)
     if wanted is None:
         pytest.fail(f"placement_report needs @pytest.mark.{MARK}(config=...) on the test", pytrace=False)
     report = request.config.stash[AUDITS].report(wanted)
@@ -132,13 +133,19 @@ def placement_report(request: pytest.FixtureRequest) -> Report:
     return report
 
 
+def _marked_well(item: pytest.Item) -> Request | None:
+    """What a test's marker asks for, or None; fails the test where it asks for nothing that there is."""
+    try:
+        return marked(item)
+    except pytest.UsageError as error:
+        wrong = str(error)
+    pytest.fail(wrong, pytrace=False)  # out here it is no error "during handling" of the first
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     """Audit for a marked test that does not look at the report itself."""
-    try:
-        wanted = marked(item)
-    except pytest.UsageError as error:
-        pytest.fail(str(error), pytrace=False)
+    wanted = _marked_well(item)
     if wanted is None or "placement_report" in getattr(item, "fixturenames", ()):
         return
     from placement_audit.pytest_audit import blocks

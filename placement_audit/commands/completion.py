@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from placement_audit import output
 from placement_audit.commands.talk import Talk
+from placement_audit.formats import FORMATS
 
 
 def run(args: Namespace, _talk: Talk) -> int:
@@ -24,13 +25,15 @@ def run(args: Namespace, _talk: Talk) -> int:
 
 
 def _name_files(parser: argparse.ArgumentParser, file: object, folder: object) -> None:
-    """Let shells complete names of files where those are wanted."""
+    """Let shells complete names of files where those are wanted, and the formats of a report."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for sub in action.choices.values():
                 _name_files(sub, file, folder)
         elif action.metavar == "DIR":
             action.complete = folder  # type: ignore[attr-defined]
+        elif action.metavar == "FORMAT[:FILE]":
+            action.choices = FORMATS  # the parser that is completed parses nothing
         elif isinstance(action.metavar, str) and (
             action.metavar == "FILE" or action.metavar.endswith(".json")
         ):

@@ -60,7 +60,8 @@ def deliver(args: Namespace, report: Report) -> None:
     output.write_files([(t.path, text) for t, text in zip(wanted, texts, strict=True) if t.path])
     for t, text in zip(wanted, texts, strict=True):
         if not t.path and not (args.quiet and report.exit_status == 0 and t.format == "text"):
-            output.write_stdout(text)
+            # a terminal's text is in its own encoding, a document says that it is UTF-8
+            output.write_stdout(text) if t.format == "text" else output.write_stdout_bytes(text.encode())
 
 
 def check_output(args: Namespace) -> None:

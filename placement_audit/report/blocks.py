@@ -11,7 +11,7 @@ from placement_audit.report.names import PARAM, Group
 from placement_audit.report.table import BAD
 from placement_audit.report.words import column, labelled, layout_text, listed, plural, wrapped
 from placement_audit.tracing import Trace
-from placement_audit.verdicts import Edit, EditStatus, PathStep, Severity, Suppressed
+from placement_audit.verdicts import HYGIENE, Edit, EditStatus, PathStep, Severity, Suppressed
 
 GROUPS_SHOWN = 12
 """Name groups listed in one block; the JSON report has them all."""
@@ -130,7 +130,11 @@ def _body(block: Block, trace: Trace, width: int) -> Iterator[str]:
     if len(block.evidence) > EVIDENCE_SHOWN:
         more = len(block.evidence) - EVIDENCE_SHOWN
         yield from labelled("", f"and {more} more of its kind in the JSON report", width=width)
-    yield from _steps(first.path, trace, width)
+    if first.rule_id.startswith(HYGIENE):
+        places = [s.call_site for s in first.path]
+        yield from column("where", [line for at in places for line in (str(at), at.code_line)])
+    else:
+        yield from _steps(first.path, trace, width)
     yield from labelled("next", first.next_step, width=width)
 
 

@@ -29,11 +29,11 @@ def draw(found: Comparison, console: Console) -> None:
 
 
 def _lines(found: Comparison) -> Iterator[Text]:
-    yield from _section("versions", map(_change, found.versions))
-    yield from _section("run", map(_change, found.run))
+    yield from _section("versions", _changes(found.versions))
+    yield from _section("run", _changes(found.run))
     yield from _section("parameters", _params(found))
     yield from _section("collectives", map(_traffic, found.collectives))
-    yield from _section("boundaries", map(_change, found.boundaries))
+    yield from _section("boundaries", _changes(found.boundaries))
     yield from _section("new findings", _faults(found.appeared))
     yield from _section("findings that are gone", _faults(found.gone))
     yield Text("the same" if found.same else _summary(found), "bold green" if found.same else "bold yellow")
@@ -46,18 +46,22 @@ def _section(title: str, lines: Iterable[Text]) -> Iterator[Text]:
         yield from (Text(title, "bold"), *held, Text())
 
 
-def _change(change: Change, indent: int = 2) -> Text:
-    head = f"{'':{indent}}{change.what:{LABEL_WIDTH}}"
-    head = head if head.endswith(" ") else f"{head}  "
-    if not change.differs:
-        return Text(f"{head}{change.before}")
-    return Text.assemble(head, (change.before, "red"), " -> ", (change.after, "green"))
+def _changes(changes: Iterable[Change], indent: int = 2) -> Iterator[Text]:
+    """One line each, their values under each other."""
+    held = list(changes)
+    width = max((LABEL_WIDTH, *(len(c.what) + 2 for c in held)))
+    for change in held:
+        head = f"{'':{indent}}{change.what:{width}}"
+        if change.differs:
+            yield Text.assemble(head, (change.before, "red"), " -> ", (change.after, "green"))
+        else:
+            yield Text(f"{head}{change.before}")
 
 
 def _params(found: Comparison) -> Iterator[Text]:
     for changed in found.params:
         yield Text(f"  {changed.group}")
-        yield from (_change(change, indent=4) for change in changed.changes)
+        yield from _changes(changed.changes, indent=4)
 
 
 def _traffic(t: Traffic) -> Text:

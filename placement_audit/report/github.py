@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from placement_audit.report.fold import Block, fold_findings
 from placement_audit.report.names import PARAM
 from placement_audit.report.places import Inside, primary, recorded
-from placement_audit.report.plain import live, notes, on, summary_line
+from placement_audit.report.plain import live, notes, on, summary_line, suppressed
 from placement_audit.report.words import listed, plural
-from placement_audit.verdicts import Report, Severity
+from placement_audit.verdicts import HYGIENE, Finding, Report, Severity
 
 LIMIT = 10
 """Annotations of one type that GitHub shows of one step; it drops the rest without a word."""
@@ -17,6 +17,8 @@ LIMIT = 10
 TITLE_LIMIT = 200
 
 NAMES_SHOWN = 12
+
+SUPPRESSED_SHOWN = 12
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
@@ -41,6 +43,12 @@ def github(report: Report, inside: Inside = recorded) -> str:
         text += (
             f"\nNot shown here, for GitHub shows {LIMIT} of a type: {listed(more)}. The report has them all."
         )
+    hidden = [
+        f"{b.first.rule_id} {b.first.rule_name}{on(b.first.mesh_dim)}: {why}" for b, why in suppressed(found)
+    ]
+    text += "".join(f"\nsuppressed: {line}" for line in hidden[:SUPPRESSED_SHOWN])
+    if len(hidden) > SUPPRESSED_SHOWN:
+        text += f"\nand {len(hidden) - SUPPRESSED_SHOWN:,} more suppressed; the report has them all."
     lines.append(command("notice", text, title="placement-audit"))
     return "\n".join(lines) + "\n"
 
@@ -59,7 +67,8 @@ def _annotation(block: Block, inside: Inside) -> str:
     if at is not None and own is not None:
         # the first line alone: GitHub puts a longer span under its last line
         properties = {"file": own, "line": at.call_site.line}
-    title = f"{f.rule_id} {f.rule_name}: {_about(block)}{on(f.mesh_dim)}"
+    about = f"{_about(block)}{on(f.mesh_dim)}"
+    title = f"{f.rule_id} {f.rule_name}{': ' if about else ''}{about}"
     properties["title"] = title if len(title) <= TITLE_LIMIT else f"{title[: TITLE_LIMIT - 3]}..."
     return command(_COMMANDS[f.severity], "\n".join(_message(block)), **properties)
 
@@ -76,14 +85,19 @@ def _message(block: Block) -> Iterable[str]:
     for e in block.evidence[:3]:
         yield f"{e.strength}: {_named(block, e.statement)}"
     for s in f.path:
-        yield f"{s.kind} ({s.role}): {s.call_site}"
+        yield f"at {s.call_site}" if _is_hygiene(f) else f"{s.kind} ({s.role}): {s.call_site}"
     yield f"next: {f.next_step}"
 
 
 def _about(block: Block) -> str:
     if block.first.param_fqn is None:
-        return block.first.module_fqn or "the step"
+        return "" if _is_hygiene(block.first) else block.first.module_fqn or "the step"
     return str(block.groups[0]) if len(block.groups) == 1 else plural(block.count, "parameter")
+
+
+def _is_hygiene(f: Finding) -> bool:
+    """Whether it is about a suppression, which is no call and is on no parameter."""
+    return f.rule_id.startswith(HYGIENE)
 
 
 def _named(block: Block, text: str) -> str:

@@ -21,7 +21,7 @@ from placement_audit.report.text import who_must_reduce
 from placement_audit.report.volume import volumes
 from placement_audit.report.way import explain_param
 from placement_audit.report.words import evidence_text, listed, mesh_text, plural
-from placement_audit.verdicts import GOOD, Edit, Evidence, Finding, Outcome, Report, Verdict
+from placement_audit.verdicts import GOOD, HYGIENE, Edit, Evidence, Finding, Outcome, Report, Verdict
 
 MEANINGS = {
     Verdict.OK: "complete, and what its label says",
@@ -50,6 +50,7 @@ class Item:
         observed: what is.
         evidence: the first few.
         more_evidence: how many more there are.
+        hygiene: whether it is about a suppression, whose place is no call.
         edit: what would mend it.
         drawing: the way; "" for none.
         words: the way in words; "" for none.
@@ -63,6 +64,7 @@ class Item:
     observed: str
     evidence: tuple[Evidence, ...]
     more_evidence: int
+    hygiene: bool
     edit: Edit | None
     drawing: Markup
     words: str
@@ -157,6 +159,7 @@ def _items(report: Report) -> Iterator[Item]:
                 for e in b.evidence[:EVIDENCE_SHOWN]
             ),
             more_evidence=max(0, len(b.evidence) - EVIDENCE_SHOWN),
+            hygiene=f.rule_id.startswith(HYGIENE),
             edit=edit_of(report, b),
             drawing=drawing,
             words=explain_param(report, f.param_fqn) if f.param_fqn in known else "",
@@ -232,9 +235,9 @@ def _finalize(value: object) -> object:
 
 
 def _breaks(text: str) -> Markup:
-    """A name or a path that may be broken after its dots, underscores and slashes."""
-    shown = str(escape(_visible(text)))
-    return Markup(re.sub(r"([./_])(?=[A-Za-z*{])", r"\1<wbr>", shown))
+    """Names and paths that may be broken after their dots, underscores and slashes, numbers that may not."""
+    shown = re.sub(r"([./_])(?=[A-Za-z*{])", r"\1<wbr>", str(escape(_visible(text))))
+    return Markup(re.sub(r"\b[\d.]+e-\d+", r'<span class="number">\g<0></span>', shown))
 
 
 def _visible(text: str) -> str:

@@ -68,4 +68,4 @@ def summary_parts(report: Report) -> tuple[str, str]:
     """The same in two: what came out, and the rest."""
     line = summary(report)
     end = line.spans[0].end if line.spans else len(line.plain)
-    return line.plain[:end], line.plain[end:].lstrip(": ")
+    return line.plain[:end], line.plain[end:].lstrip(":, ")

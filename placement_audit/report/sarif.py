@@ -118,12 +118,9 @@ class _Writer:
         }
         if f.suppressed is not None:
             kind = "inSource" if f.suppressed.by is Means.COMMENT else "external"
-            out["suppressions"] = [
-                {
-                    "kind": kind,
-                    "justification": f.suppressed.reason or f.suppressed.where,
-                }
-            ]
+            mark = f.suppressed
+            until = f" (until {mark.until})" if mark.until is not None else ""
+            out["suppressions"] = [{"kind": kind, "justification": f"{mark.reason or mark.where}{until}"}]
         others = [s for s in f.path if s is not at]
         if others:
             out["relatedLocations"] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -84,7 +85,9 @@ def summary(report: Report) -> Text:
         head = plural(len(live), "finding") + (f" ({listed(kinds)})" if len(kinds) > 1 else "")
         if fold.places(live):
             head += f" at {plural(fold.places(live), 'place')}"
-        tail = f"{_but(report)} in {plural(len(trace.params), 'parameter')}{left} {took}"
+        hidden = _suppressed_count(report)
+        more = f", {hidden:,} more suppressed," if hidden else ""
+        tail = f"{more} in {plural(len(trace.params), 'parameter')}{left} {took}"
         return Text.assemble((head, BAD if count[Severity.ERROR] else "bold yellow"), tail)
     if report.outcome is Outcome.CLEAN:
         verdicts = fold.verdict_count(report)
@@ -92,15 +95,16 @@ def summary(report: Report) -> Text:
         warnings = fold.finding_count(report)[Severity.WARNING]
         took += f"; {plural(warnings, 'warning')}" if warnings else ""
         tail = f": {plural(len(judged), 'parameter')} judged, {plural(sum(verdicts.values()), 'verdict')}"
-        return Text.assemble(("clean", "bold green"), f"{_but(report)}{tail}: {listed(kinds)}; {took}")
+        hidden = _suppressed_count(report)
+        but = f" but for {hidden:,} suppressed" if hidden else ""
+        return Text.assemble(("clean", "bold green"), f"{but}{tail}: {listed(kinds)}; {took}")
     what = f"{plural(len(judged), 'parameter')} judged{left}" if judged else "nothing was audited"
     return Text.assemble(("incomplete", "bold yellow"), f": {what}; {took}")
 
 
-def _but(report: Report) -> str:
-    """Findings that are there and do not count, apart from notes."""
-    found = [f for f in report.findings if f.suppressed is not None and f.severity is not Severity.NOTE]
-    return f" but for {len(found):,} suppressed" if found else ""
+def _suppressed_count(report: Report) -> int:
+    """How many findings are there and do not count, apart from notes."""
+    return sum(f.suppressed is not None and f.severity is not Severity.NOTE for f in report.findings)
 
 
 # --------------------------------------------------------------------------- sections
@@ -182,7 +186,8 @@ def _baseline(report: Report, width: int) -> Iterator[Text]:
     yield from map(Text, labelled("known", f"{plural(use.known, 'finding')} of {use.path}", width=width))
     yield from map(Text, column("gone", use.gone))
     if use.gone:
-        text = f"placement-audit baseline --write {use.path} takes them out"
+        command = f"placement-audit baseline --report SAVED.json --write {shlex.quote(use.path)}"
+        text = f"{unbroken(command)} takes them out; SAVED.json is this run's --format json"
         yield from map(Text, labelled("", text, width=width))
 
 

@@ -74,7 +74,7 @@ def labelled(label: str, text: str, *, width: int, indent: int = 2) -> list[str]
     return wrapped(text, head=head, width=width)
 
 
-_COMMAND = re.compile(r"placement-audit [a-z]+ [\w.*-]+")
+_COMMAND = re.compile(r"placement-audit [a-z]+ (?:'[^']*'|[\w.*-]+)")
 _JOINED = "\N{NO-BREAK SPACE}"
 
 

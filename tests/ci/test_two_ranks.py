@@ -5,7 +5,7 @@ placement-audit. It needs no GPU, no data and no tokenizer, and nothing else of 
 
 - the LLaMA-3 debug model, as it is, has every gradient right: traced, and measured against one device;
 - a norm that calls ``weight.to_local()`` is found, at its line: the gradient is never summed over tp;
-- ``--fix`` mends that line, and proves it by numbers before it keeps it.
+- the edit of that line which ``--fix`` would make mends it, proven by numbers.
 
 Each audit is a process of its own, which starts its ranks (gloo) and ends them. `JOB` is the job; to watch another
 one, put its text there, or mark a test ``@pytest.mark.placement_audit(config="my.toml", nproc=2)``.
@@ -67,12 +67,17 @@ def norms(report):
     return {p.fqn for p in report.trace.params if p.fqn.endswith("norm.weight")}
 
 
-@pytest.fixture
-def faulty(tmp_path):
-    """A folder with a job whose norms lose a reduction."""
-    (tmp_path / "job.toml").write_text(FAULTY_JOB)
-    (tmp_path / "faulty_norm.py").write_text(FAULTY_NORM)
-    return tmp_path
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """A folder with a job whose norms lose a reduction, and what ``--fix-dry-run`` reports of it."""
+    folder = tmp_path_factory.mktemp("faulty")
+    (folder / "job.toml").write_text(FAULTY_JOB)
+    (folder / "faulty_norm.py").write_text(FAULTY_NORM)
+    command = [sys.executable, "-m", "placement_audit", "--config", "job.toml", "--fix-dry-run"]
+    written = ["--format", "json", "--output-file", "report.json"]
+    done = subprocess.run([*command, *written], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    return folder, loads((folder / "report.json").read_bytes())
 
 
 def test_stock_is_right(tmp_path):
@@ -86,8 +91,7 @@ def test_stock_is_right(tmp_path):
 
 
 def test_a_lost_reduction_is_found_at_its_line(faulty):
-    report = audit(Request(config="job.toml", nproc=2, device="cpu"), faulty)
-    assert report.exit_status == 1
+    _, report = faulty
     assert sorted(bad(report)) == [("PA201", fqn) for fqn in sorted(norms(report))]
     (cause,) = {f.path[0].call_site for f in report.findings if f.rule_id == "PA201"}
     assert cause.path.endswith("faulty_norm.py")
@@ -97,17 +101,11 @@ def test_a_lost_reduction_is_found_at_its_line(faulty):
             assert {e.strength for e in f.evidence} == {"traced", "measured"}
 
 
-def test_the_fix_is_proven_and_kept(faulty):
-    command = [sys.executable, "-m", "placement_audit", "--config", "job.toml", "--fix"]
-    written = ["--format", "json", "--output-file", "report.json"]
-    done = subprocess.run([*command, *written], cwd=faulty, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = loads((faulty / "report.json").read_bytes())
-    assert bad(report) == []
-    assert report.measurement is not None
+def test_the_fix_is_proven(faulty):
+    folder, report = faulty
     (edit,) = report.edits
-    assert edit.status == "applied"
+    assert edit.status == "proven"
     assert "measured on 2 gloo ranks" in edit.proof
-    mended = (faulty / "faulty_norm.py").read_text()
-    assert FAULT not in mended
-    assert "self.weight.to_local(grad_placements=" in mended
+    assert {f.fingerprint for f in report.findings if f.rule_id == "PA201"} == set(edit.fingerprints)
+    assert f"\n-    weight = {FAULT}\n+    weight = self.weight.to_local(grad_placements=" in edit.diff
+    assert (folder / "faulty_norm.py").read_text() == FAULTY_NORM

@@ -18,7 +18,7 @@ from hostile import hostile_report  # type: ignore[import-not-found]
 
 from placement_audit.model import MeshSpec
 from placement_audit.report import render
-from placement_audit.verdicts import Report
+from placement_audit.verdicts import Evidence, Report
 
 pytestmark = pytest.mark.e2e
 
@@ -123,6 +123,21 @@ def test_the_whole_grid_is_seen_at_400(chromium, pages: dict[str, Path]) -> None
     assert chromium.value(
         "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth).join(' ')"
     ) == ("0 0")
+
+
+def test_no_number_is_broken(chromium, tmp_path: Path) -> None:
+    report = m.mixed_report()
+    said = Evidence(strength="measured", statement="tolerance 1e-05, off by 2.5e-07, " * 6)
+    findings = tuple(replace(f, evidence=(said,)) for f in report.findings)
+    page = tmp_path / "numbers.html"
+    page.write_text(render(replace(report, findings=findings), "html"), encoding="utf-8")
+    for width in range(320, 420, 10):
+        chromium.open(page, width=width)
+        lines = chromium.value(
+            "[...document.querySelectorAll('.number')].map(e => e.getClientRects().length)"
+        )
+        assert len(lines) >= 12
+        assert set(lines) == {1}, width
 
 
 def test_a_drawings_text_stays_in_it_and_can_be_read(chromium, pages: dict[str, Path]) -> None:

@@ -122,7 +122,7 @@ def test_diff_of_two_audits(copy):
     lines = text.splitlines()
     at = lines.index("  layers.*.attention_norm.weight (6)")
     assert lines[at + 1 : at + 3] == [
-        "    tp verdict  ok -> double reduction, x2",
+        "    tp verdict        ok -> double reduction, x2",
         "    tp observed grad  R -> P(sum)",
     ]
     assert "  PA202 double-reduction on tp: 13 findings" in lines

@@ -219,7 +219,8 @@ def test_what_it_did_is_in_the_reports():
     assert lines[at + 1 : at + 4] == [
         "  known       1 finding of baseline.json",
         "  gone        PA201 of a.weight on tp at my_model/norm.py in forward",
-        "              placement-audit baseline --write baseline.json takes them out",
+        "              placement-audit baseline --report SAVED.json --write baseline.json takes them out; "
+        "SAVED.json is this run's --format json",
     ]
     assert "  PA201       lost-reduction on tp: known (baseline baseline.json)" in lines
     assert "clean but for 1 suppressed" in lines[-1]

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def steps(path: Path) -> list[dict[str, Any]]:
 
 
 def linter(name: str) -> str:
-    found = shutil.which(name)
+    # beside this interpreter first: an environment need not be activated to be used
+    found = shutil.which(name, path=Path(sys.executable).parent) or shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found
@@ -119,6 +121,67 @@ sys.exit(int(os.environ["STATUS"]))
 """
 
 
+PIP = """\
+#!/usr/bin/env python3
+import json, os, sys
+with open(os.environ["SAID"], "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+"""
+
+
+def installed(tmp_path: Path, path: Path, **environ: str) -> list[list[str]]:
+    """What pip is called with where the step Install of an action or a workflow runs."""
+    (step,) = [step for step in steps(path) if step.get("name") == "Install"]
+    fake = tmp_path / "python"
+    fake.write_text(PIP)
+    fake.chmod(0o755)
+    given = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SAID": str(tmp_path / "said"),
+        "GITHUB_ACTION_PATH": str(ACTION),
+        **environ,
+    }
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+    subprocess.run(command, env=given, cwd=tmp_path, check=True)
+    return [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
+
+
+def defaults(path: Path, *names: str) -> list[str]:
+    """The defaults of inputs of an action or a reusable workflow."""
+    data = read(path)
+    inputs = data[True]["workflow_call"]["inputs"] if True in data else data["inputs"]
+    return [inputs[name]["default"] for name in names]
+
+
+def test_what_is_installed_can_audit_a_job_in_toml(tmp_path: Path) -> None:
+    """Torchtitan 0.3, which pip finds first, has none."""
+    action = ACTION / "action.yml"
+    package, wanted, index = defaults(action, "package", "requirements", "torch-index")
+    said = installed(tmp_path, action, PACKAGE=package, REQUIREMENTS=wanted, TORCH_INDEX=index)
+    (words,) = said
+    assert words[:3] == ["-m", "pip", "install"]
+    assert (Path(words[3]) / "pyproject.toml").samefile(ROOT / "pyproject.toml")
+    assert words[4:] == ["torchtitan>=0.2,<0.3"]
+    assert defaults(ROOT / ".github" / "workflows" / "placement-audit.yml", "requirements") == [wanted]
+
+
+def test_what_is_installed_is_as_it_was_asked(tmp_path: Path) -> None:
+    given = {"PACKAGE": "pa @ git+x", "REQUIREMENTS": ". -r more.txt", "TORCH_INDEX": "an/index"}
+    assert installed(tmp_path, ACTION / "action.yml", **given) == [
+        ["-m", "pip", "install", "--index-url", "an/index", "torch"],
+        ["-m", "pip", "install", "pa @ git+x", ".", "-r", "more.txt"],
+    ]
+
+
+def test_the_workflow_that_init_writes_installs_torchtitan_0_2(tmp_path: Path) -> None:
+    path = ROOT / "placement_audit" / "templates" / "workflow.yml"
+    environ = read(path)["jobs"]["cpu"]["env"]
+    assert installed(tmp_path, path, **environ) == [
+        ["-m", "pip", "install", "--index-url", environ["TORCH_INDEX"], "torch"],
+        ["-m", "pip", "install", "placement-audit", "torchtitan>=0.2,<0.3"],
+    ]
+
+
 def audited(
     tmp_path: Path, status: int = 1, writes: str = "json sarif markdown github", **inputs: str
 ) -> Any:
@@ -176,6 +239,9 @@ def test_the_script_says_so_where_there_are_no_reports(tmp_path: Path) -> None:
     done = audited(tmp_path, 2, writes="")
     assert done.returncode == 0, done.stderr
     assert outputs(tmp_path).keys() == {"status", "folder"}
+    assert done.stdout.splitlines()[-1] == (
+        "::error title=placement-audit::the audit ended with status 2 before there was a report; its log says why"
+    )
     assert not (tmp_path / "summary").exists()
 
 
@@ -206,7 +272,7 @@ def test_the_scripts_words_are_the_command_lines() -> None:
     for target in re.findall(r'--format "(\w+):', (ACTION / "audit.sh").read_text()):
         words += ["--format", f"{target}:f"]
     args = arguments.parse([*words, "--", "--a", "1"])
-    assert [t.format for t in args.format] == ["text", "json", "sarif", "markdown", "github"]
+    assert [t.format for t in args.format] == ["text", "json", "sarif", "html", "markdown", "github"]
     assert args.overrides == ("--a", "1")
 
 

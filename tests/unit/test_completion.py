@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from placement_audit import arguments, cli
+from placement_audit.formats import FORMATS
 
 pytestmark = pytest.mark.unit
 
@@ -37,6 +38,8 @@ def script(capsys, shell: str) -> str:
         (["audit", "--fix"], {"--fix", "--fix-dry-run"}),
         (["diff", "--color", ""], {"auto", "always", "never"}),
         (["diff", "--format", "j"], {"json"}),
+        (["audit", "--format", "ht"], {"html"}),
+        (["--format", ""], set(FORMATS)),
         (["completion", ""], {"bash", "fish", "zsh"}),
         (["report", "sav"], {"saved.json"}),
         (["--config", "sav"], {"saved.json"}),

@@ -207,14 +207,17 @@ def test_the_text(saved, capsys):
     assert (status, err) == (1, "")
     lines = out.splitlines()
     assert lines[0] == "versions"
-    assert lines[1].split() == ["placement-audit", STOCK.trace.run.tool_version]
+    assert lines[1:3] == [
+        f"  placement-audit  {STOCK.trace.run.tool_version}",
+        f"  python           {dict(STOCK.trace.run.versions)['python']}",
+    ]
     at = lines.index("parameters")
     assert lines[at + 1 : at + 4] == [
         "  layers.*.attention_norm.weight (6)",
-        "    tp verdict  ok -> double reduction, x2",
+        "    tp verdict        ok -> double reduction, x2",
         "    tp observed grad  R -> P(sum)",
     ]
-    assert "  outcome     clean -> findings" in lines
+    assert "  outcome       clean -> findings" in lines
     assert "  PA202 double-reduction on tp: 13 findings" in lines
     assert "findings that are gone" not in lines
     assert lines[-1].startswith("different: 13 parameters, ")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import make_report as m
 import pytest
+from hostile import hostile_report
 
 from placement_audit import cli, output
 from placement_audit.errors import UsageError
@@ -162,6 +164,53 @@ def test_a_file_that_cannot_be_written_leaves_all_as_they_were(tmp_path: Path) -
 def test_all_are_written(tmp_path: Path) -> None:
     output.write_files([(str(tmp_path / n), n) for n in ("a", "b")])
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "a", "b": "b"}
+
+
+def reported(*args: str, environ: dict[str, str], limit: int | None = None, out: Path) -> tuple[int, str]:
+    """A report written to a file as standard output, which may not grow beyond ``limit``: (status, errors)."""
+
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    with out.open("wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "placement_audit", "report", *args],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **environ},
+            preexec_fn=limited,
+            check=False,
+        )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_standard_output_that_takes_a_part_only_is_an_error(
+    saved: str, tmp_path: Path, unbuffered: str
+) -> None:
+    status, err = reported(
+        saved, environ={"PYTHONUNBUFFERED": unbuffered}, limit=1024, out=tmp_path / "out.txt"
+    )
+    assert (status, err) == (
+        2,
+        "placement-audit: error: standard output: cannot be written: File too large.\n",
+    )
+
+
+def test_documents_are_utf_8_and_text_is_as_the_terminal_wants_it(tmp_path: Path) -> None:
+    (tmp_path / "h.json").write_text(dumps(hostile_report()))
+    asked = {f: render(hostile_report(), f, width=200) for f in ("html", "junit", "markdown", "text")}
+    assert not any(text.isascii() for text in asked.values())
+    for f, text in asked.items():
+        out = tmp_path / f
+        status, err = reported(
+            str(tmp_path / "h.json"), "--format", f, environ={"PYTHONIOENCODING": "ascii"}, out=out
+        )
+        assert (status, err) == (1, ""), f
+        expected = text.encode("ascii", "backslashreplace") if f == "text" else text.encode()
+        assert out.read_bytes() == expected, f
 
 
 # --------------------------------------------------------------------------- the checkout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -321,20 +322,25 @@ def test_a_long_diff_is_counted_in_the_text_report(tmp_path: Path) -> None:
     assert "a.py, 40 lines added, 1 removed: the JSON report has the diff" in text
 
 
+@pytest.mark.parametrize("name", ["a.py", "a file of models.py"])
 def test_what_was_applied_is_reverted_by_the_command_that_the_report_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    world = World(tmp_path, "a.py")
-    before = (tmp_path / "a.py").read_bytes()
+    world = World(tmp_path, name)
+    before = (tmp_path / name).read_bytes()
     made = world.mended()
     (edit,) = [e for e in made.edits if e.status is EditStatus.APPLIED]
-    assert edit.proof.endswith("; placement-audit revert a.py takes it back")
-    assert (tmp_path / "a.py").read_bytes() != before
-    assert cli.main(["revert", "a.py"]) == 0
-    assert capsys.readouterr().out == "reverted  a.py\n"
-    assert (tmp_path / "a.py").read_bytes() == before
-    assert cli.main(["revert", "a.py"]) == 2
+    for width in range(60, 120):
+        shown = render(replace(made, measurement=None), "text", width=width, color="never").splitlines()
+        (line,) = [line for line in shown if "placement-audit revert" in line]
+        assert shlex.split(line.partition("placement-audit ")[2])[:2] == ["revert", name]
+    assert edit.proof.endswith(" takes it back")
+    assert (tmp_path / name).read_bytes() != before
+    assert cli.main(["revert", name]) == 0
+    assert capsys.readouterr().out == f"reverted  {name}\n"
+    assert (tmp_path / name).read_bytes() == before
+    assert cli.main(["revert", name]) == 2
     assert "nothing to revert" in capsys.readouterr().err
     assert cli.main(["revert", "b.py"]) == 2
     assert capsys.readouterr().err == "placement-audit: error: b.py: there is no such file.\n"

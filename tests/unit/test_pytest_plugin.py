@@ -9,6 +9,7 @@ import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import make_report as m
@@ -205,12 +206,12 @@ def test_a_warning_passes_and_is_told_a_note_is_kept(suite: Suite) -> None:
 
 def test_a_suppressed_finding_passes_and_its_reason_is_kept(suite: Suite) -> None:
     report = m.one_sided_report(layers=1)
-    why = Suppressed(by=Means.CONFIG, reason="mended upstream", where="job.toml:3")
+    why = Suppressed(by=Means.CONFIG, reason="mended upstream", where="job.toml:3", until=date(2027, 1, 31))
     findings = tuple(replace(f, suppressed=why) for f in report.findings)
     suite.job("known", replace(report, findings=findings, outcome=Outcome.CLEAN, exit_status=0))
     result = suite.run("--placement-audit", "known.toml", "-k", "PA202", "-rP")
     result.assert_outcomes(passed=1, deselected=len(RULES) - 1)
-    assert "suppressed in job.toml:3: mended upstream" in str(result.stdout)
+    assert "suppressed in job.toml:3 until 2027-01-31: mended upstream" in str(result.stdout)
 
 
 def test_a_missing_job_file_is_a_usage_error(suite: Suite) -> None:
@@ -480,6 +481,7 @@ def test_a_wrong_marker_in_a_worker_fails_its_test_alone(suite: Suite) -> None:
     result = suite.run("-n", "2", workers=True)
     result.assert_outcomes(passed=1, failed=1)
     assert "unknown keyword 'conifg'" in str(result.stdout)
+    assert "During handling" not in str(result.stdout)
 
 
 def test_named_twice_the_plugin_is_there_once(suite: Suite) -> None:

@@ -14,7 +14,7 @@ from snapshot import assert_snapshot
 from placement_audit.model import CallSite
 from placement_audit.report import render
 from placement_audit.report.github import LIMIT, TITLE_LIMIT, command, github
-from placement_audit.verdicts import Severity
+from placement_audit.verdicts import Means, Severity, Suppressed
 
 pytestmark = pytest.mark.unit
 
@@ -106,6 +106,20 @@ def test_what_is_suppressed_is_not_annotated() -> None:
     ((name, _, message),) = parsed(github(shared.suppressed()))
     assert name == "notice"
     assert message.startswith("clean but for 4 suppressed")
+    assert message.splitlines()[1:] == [
+        "suppressed: PA201 lost-reduction on tp: known, see <T-12> (config job.toml:40, until 2027-01-31)",
+        "suppressed: PA202 double-reduction on tp: known (baseline base.json)",
+    ]
+
+
+def test_many_that_are_suppressed_are_counted() -> None:
+    mark = Suppressed(by=Means.CONFIG, reason="known", where="job.toml:40")
+    report = shared.many({Severity.ERROR: 15})
+    hidden = tuple(replace(f, suppressed=mark) for f in report.findings)
+    ((_, _, message),) = parsed(github(replace(report, findings=hidden)))
+    lines = message.splitlines()
+    assert sum(line.startswith("suppressed: ") for line in lines) == 12
+    assert lines[-1] == "and 3 more suppressed; the report has them all."
 
 
 def test_hostile_text_stays_in_its_command() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import urllib.request
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import formats_shared as shared
@@ -21,11 +18,9 @@ from placement_audit.report.edits import Replacement, replacements
 from placement_audit.report.sarif import FINGERPRINT, sarif
 from placement_audit.rules import RULES
 from placement_audit.verdicts import EditStatus, Means, Report
+from tests.releases import Unreachable, sarif_schema
 
 pytestmark = pytest.mark.unit
-
-
-PUBLISHED = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
 def run_of(report: Report, **kwargs: Any) -> dict[str, Any]:
@@ -51,23 +46,12 @@ def places(locations: list[dict[str, Any]]) -> list[tuple[str, str, int]]:
 
 
 @pytest.fixture(scope="module")
-def schema(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The published schema: the file that SARIF_SCHEMA names, else as it was fetched once; skips where it can't be."""
-    if os.environ.get("SARIF_SCHEMA"):
-        return json.loads(Path(os.environ["SARIF_SCHEMA"]).read_text(encoding="utf-8"))
-    cache = getattr(request.config, "cache", None)  # none under -p no:cacheprovider
-    known = cache.get("placement_audit/sarif-2.1.0", None) if cache is not None else None
-    if known is None:
-        try:
-            with urllib.request.urlopen(PUBLISHED, timeout=10) as answer:
-                known = json.load(answer)
-        except (OSError, ValueError) as error:
-            pytest.skip(
-                f"the published SARIF schema is not cached and can't be fetched (SARIF_SCHEMA names none): {error}"
-            )
-        if cache is not None:
-            cache.set("placement_audit/sarif-2.1.0", known)
-    return known
+def schema() -> dict[str, Any]:
+    """The published schema; skips where it can't be had."""
+    try:
+        return json.loads(sarif_schema())
+    except Unreachable as why:
+        pytest.skip(str(why))
 
 
 REPORTS = {
@@ -276,7 +260,7 @@ def test_diffs(diff: str, expected: tuple[Replacement, ...]) -> None:
 @pytest.mark.parametrize(("by", "kind"), [(Means.COMMENT, "inSource"), (Means.CONFIG, "external")])
 def test_what_is_suppressed_says_so(by: Means, kind: str) -> None:
     (mark,) = result(shared.suppressed(by), "PA201")["suppressions"]
-    assert mark == {"kind": kind, "justification": "known, see <T-12>"}
+    assert mark == {"kind": kind, "justification": "known, see <T-12> (until 2027-01-31)"}
 
 
 def test_an_incomplete_audit_is_no_success() -> None:

@@ -361,7 +361,23 @@ def test_text_has_them_in_a_section_of_their_own():
         f"              {make_report.WRAPPER}:189 in replicate_compute",
     ]
     assert "PA202 double-reduction   7 parameters   mesh dim tp   error" in lines
-    assert lines[-1].startswith("7 findings at 1 place but for 6 suppressed in 57 parameters"), lines[-1]
+    assert lines[-1].startswith("7 findings at 1 place, 6 more suppressed, in 57 parameters"), lines[-1]
+
+
+def test_what_is_wrong_with_a_suppression_is_at_its_line_which_is_no_call():
+    found = apply(make_report.stock_report(), [declared("PA203")], today=TODAY)
+    lines = render(found, "text", width=200, color="never").splitlines()
+    at = lines.index("PA002 unused-suppression   warning")
+    assert lines[at + 4 : at + 6] == [
+        "  where       job.toml:7 in placement_audit.suppress",
+        '              rule = "PA203"',
+    ]
+    annotation = render(found, "github").splitlines()[0]
+    assert annotation.startswith("::warning file=job.toml,line=7,title=PA002 unused-suppression::")
+    assert "%0Aat job.toml:7 in placement_audit.suppress%0Anext: " in annotation
+    page = render(found, "html")
+    assert "job.<wbr>toml:7 in placement_<wbr>audit.<wbr>suppress" in page
+    assert "config: cause" not in page
 
 
 def test_a_suppressed_warning_is_not_counted():
@@ -388,7 +404,7 @@ def test_text_of_a_run_where_all_are_suppressed():
     assert "PA002 unused-suppression   warning" in text
     assert "PA202 double-reduction   13 parameters" not in text, "in full only where it counts"
     assert text.splitlines()[-1].endswith("; 1 warning")
-    assert "              job.toml:7 in placement_audit.suppress" in text
+    assert "  where       job.toml:7 in placement_audit.suppress" in text
 
 
 def test_the_command_exits_as_the_marks_say(tmp_path, capsys):

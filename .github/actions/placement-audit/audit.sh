@@ -19,13 +19,18 @@ esac
 command+=(
   --config "$CONFIG" --device "$DEVICE" --format text
   --format "json:$folder/report.json" --format "sarif:$folder/report.sarif"
-  --format "markdown:$folder/summary.md" --format "github:$folder/annotations.txt"
+  --format "html:$folder/report.html" --format "markdown:$folder/summary.md"
+  --format "github:$folder/annotations.txt"
 )
 
 status=0
 "${command[@]}" "${arguments[@]}" -- "${overrides[@]}" || status=$?
 
-if [ -f "$folder/annotations.txt" ]; then cat "$folder/annotations.txt"; fi
+if [ -f "$folder/annotations.txt" ]; then
+  cat "$folder/annotations.txt"
+else
+  echo "::error title=placement-audit::the audit ended with status $status before there was a report; its log says why"
+fi
 if [ -f "$folder/summary.md" ]; then cat "$folder/summary.md" >> "$GITHUB_STEP_SUMMARY"; fi
 {
   echo "status=$status"
