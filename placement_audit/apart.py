@@ -27,7 +27,17 @@ Source = tuple[Hashable, ...]
 """Where a tensor came from: ("op", position, which result), ("met", position, which argument) or a name."""
 
 NUMBERS = -1
-"""Stands for the numbers of an op where others stand for its tensors, by position."""
+"""Stands for the numbers of an op where others stand for its tensors, by position: another piece of the same one."""
+
+
+def another(position: int) -> int:
+    """Stands for a tensor of an op that the other rank has from elsewhere."""
+    return NUMBERS - 1 - position
+
+
+def argument(which: int) -> tuple[int, bool]:
+    """(Position of the tensor that it stands for, whether it is another piece of the same one)."""
+    return (which, True) if which >= 0 else (NUMBERS - 1 - which, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,10 @@ Varying = Mapping[tuple[Hashable, int], tuple[tuple[int, int], ...]]
 """(an op and its place, how many times it had run there) -> (mesh dim, which argument) that differs along it."""
 
 
+Numbers = dict[tuple[Hashable, int], Any]
+"""(an op and its place, how many times it had run there) -> the number that it took out of a tensor."""
+
+
 class Stream:
     """The plain ops of one step, in order.
 
@@ -63,16 +77,20 @@ class Stream:
         met: all so far.
     """
 
-    def __init__(self, varying: Varying | None = None) -> None:
+    def __init__(self, varying: Varying | None = None, numbers: Numbers | None = None) -> None:
         """See the class.
 
         Args:
             varying: what differs between ranks, as `difference` found it.
+            numbers: that the first rank took out of tensors, for one that is played after it; filled by the first.
         """
         self.met: list[Met] = []
         self._varying = varying or {}
         self._sources: dict[int, Source] = {}
         self._times: Counter[Hashable] = Counter()
+        self._times_read: Counter[Hashable] = Counter()
+        self._heard: set[int] = set()
+        self._numbers = {} if numbers is None else numbers
 
     def named(self, x: torch.Tensor, *name: Hashable) -> None:
         """Say what a tensor is that no op made: a parameter, a part of the batch."""
@@ -97,9 +115,32 @@ class Stream:
         self._times[met.token] += 1
         return self._varying.get((met.token, times), ())
 
-    def made(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
-        """Note the results of the op that was taken last."""
+    def read(self, x: torch.Tensor, number: Any) -> Any:
+        """A number that was taken out of a tensor which is equal on all ranks: what the first rank played had.
+
+        On a fake process group no rank has what the others sent, so that numbers that come of a collective differ
+        where they would not.
+        """
+        if storage_key(local_of(x)) not in self._heard:
+            return number
+        key = self.met[-1].token, self._times_read[self.met[-1].token]
+        self._times_read[self.met[-1].token] += 1
+        return self._numbers.setdefault(key, number)
+
+    def made(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], *, talks: bool) -> None:
+        """Note the results of the op that was taken last.
+
+        Args:
+            outs: its results.
+            ins: its tensors.
+            talks: it is a collective.
+        """
         old = {storage_key(local_of(x)) for x in ins}
+        written = {storage_key(local_of(x)) for x in outs} or old
+        if talks or not self._heard.isdisjoint(old):
+            self._heard |= written | (old if talks else set())
+        else:
+            self._heard -= written
         for i, x in enumerate(outs):
             key = storage_key(local_of(x))
             if key not in old:
@@ -168,7 +209,7 @@ def difference(mine: Sequence[Met], other: Sequence[Met]) -> Difference:
             at.add((i, NUMBERS))
         if x.tensors != y.tensors:
             at |= {
-                (i, k)
+                (i, k if p[0] == _as_mine(q[0], place) else another(k))
                 for k, (p, q) in enumerate(zip(x.tensors, y.tensors, strict=False))
                 if p[1] != q[1] or p[0] != _as_mine(q[0], place)
             }

@@ -57,6 +57,12 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="PARAMETER|RULE", help="a parameter's FQN, or a rule's id or name")
     options.add_running(parser, required=False)
     parser.add_argument(
+        "--run",
+        metavar="FILE.py:FUNCTION",
+        dest="factory",
+        help="a program of your own, as for `placement-audit run`, not a torchtitan job",
+    )
+    parser.add_argument(
         "--report", metavar="SAVED.json", help="take the trace from a saved report, not a job"
     )
     options.add_output(parser, formats=False)

@@ -53,6 +53,7 @@ class RawBoundary:
     own_dims: tuple[OwnDim, ...] = ()
     name: str = ""
     scaled: bool = False
+    divided: tuple[int, ...] = ()
     spanned: set[int] = field(default_factory=set)
     summed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     grad: RawCrossing | None = field(default=None)

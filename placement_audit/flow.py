@@ -7,13 +7,14 @@ collectives inside them. It holds no opinion: it computes what is so, and writes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from placement_audit import states
-from placement_audit.apart import NUMBERS, Stream, numbers_of
+from placement_audit.apart import NUMBERS, Stream, argument, numbers_of
+from placement_audit.carry import Carry
 from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
     DTensor,
@@ -24,7 +25,15 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
-from placement_audit.inplace import written, written_foreach
+from placement_audit.inplace import (
+    as_measured,
+    fills,
+    foreach_states,
+    joined,
+    packed,
+    written,
+    written_foreach,
+)
 from placement_audit.labelled import Labelled
 from placement_audit.ledger import Ledger
 from placement_audit.model import Layout
@@ -66,7 +75,9 @@ class Flow(EagerMode):
         seeding: while autograd makes the first gradient.
         on_scaled: called with (result, factor) where a tensor is multiplied by a number; None for nobody.
         stream: takes down the plain ops, and knows whose numbers differ between ranks; None for nobody.
+        carry: what plain tensors are, placement for placement.
         on_op: called at each op of the forward, but for those inside a DTensor's; None for nobody.
+        on_written: called with the tensors that an op or a collective wrote in place, afterwards; None for nobody.
     """
 
     def __init__(
@@ -87,11 +98,13 @@ class Flow(EagerMode):
         self.params: dict[int, str] = {}
         self.labelled = Labelled(ledger, world)
         self.traffic = Traffic(ledger, world, on_collective)
+        self.carry = Carry(ledger, world, self.params)
         self.on_use = on_use
         self.seeding = False
         self.stream: Stream | None = None
         self.on_scaled: Callable[[torch.Tensor, float], None] | None = None
         self.on_op: Callable[[], None] | None = None
+        self.on_written: Callable[[Sequence[torch.Tensor]], None] | None = None
         self._entered: Any = None
         self._inside = 0
 
@@ -152,14 +165,18 @@ class Flow(EagerMode):
     def _numbered(self, stream: Stream, func: Any, args: Any, kwargs: Any) -> Any:
         """One op, of which it is known what differs between ranks: its numbers, or which tensors it is given."""
         traits = _traits.get(func) or traits_of(func)
+        if traits.copies and self.traffic.lands(args):
+            return func(*args, **kwargs)
         ins = flat(args) + flat(list(kwargs.values()))
         known = ins if func._opname != "lift_fresh" else []  # made of numbers, at an address of no meaning
         numbers = numbers_of(func, args, kwargs) if not traits.collective else 0
         varying = stream.take(str(func), known, numbers)
         self._vary_given(known, varying)
         out = self._plain_op(func, args, kwargs)
+        if func._opname == "_local_scalar_dense" and self.ledger.is_equal(ins[0]):
+            return stream.read(ins[0], out)
         outs = flat(out)
-        stream.made(outs, known)
+        stream.made(outs, known, talks=traits.collective)
         dims = {d for d, which in varying if which == NUMBERS}
         if dims and not traits.collective:
             keys = {storage_key(local_of(x)) for x in ins}
@@ -176,11 +193,13 @@ class Flow(EagerMode):
     def _vary_given(self, ins: list[torch.Tensor], varying: tuple[tuple[int, int], ...]) -> None:
         for d, which in varying:
             if which != NUMBERS:
-                self._vary(ins[which], {d}, cut=True, alone=True)
+                at, piece = argument(which)
+                self._vary(ins[at], {d}, cut=piece, alone=True)
 
     def _vary(self, x: torch.Tensor, dims: set[int], *, cut: bool, alone: bool) -> None:
         """A tensor differs between the ranks along some mesh dims, by a number or by which tensor it is."""
         ledger = self.ledger
+        self.carry.differs(x, dims)
         sid = ledger.get(x)
         cut = cut and ledger.is_grad(sid)
 
@@ -198,7 +217,11 @@ class Flow(EagerMode):
         if traits.collective:
             return self._collective(func, args, kwargs)
         out = func(*args, **kwargs)
+        if traits.copies and self.traffic.lands(args):
+            return out
         ledger = self.ledger
+        if (self.carry.any or traits.scales) and not self._inside and _phase_index() == 0:
+            self.carry.ran(func, traits, args, kwargs, out)
         if traits.lifts:
             ledger.put(out, ledger.invariant)
             self.params.pop(storage_key(local_of(out)), None)
@@ -209,9 +232,18 @@ class Flow(EagerMode):
         outs = [out] if isinstance(out, torch.Tensor) else flat(out)
         if not outs:
             if traits.foreach_in_place:
-                written_foreach(ledger, traits, args)
+                changed = written_foreach(ledger, traits, args)
                 if traits.scales:
                     self._tell_scaled(func, args, args[0])
+                if self.on_written is not None:
+                    self.on_written(changed)
+            elif traits.packs:
+                packed(ledger, args, kwargs)
+            return out
+        if traits.foreach and len(outs) == len(args[0]):
+            for o, sid in zip(outs, foreach_states(ledger, traits, args), strict=True):
+                ledger.put(o, sid)
+                self.params.pop(storage_key(local_of(o)), None)
             return out
         in_keys = [
             x.untyped_storage()._cdata if type(x) is torch.Tensor else storage_key(local_of(x)) for x in ins
@@ -228,21 +260,34 @@ class Flow(EagerMode):
                 for x, key in zip(ins[1:], in_keys[1:], strict=True):
                     other = ledger.get_by(x, key)
                     if other != sid:
-                        sid = ledger.combine2(sid, other, adds=traits.adds)
-                if traits.copies and covers(ins[0]):
+                        # Side by side in one gradient, a complete part and a per-rank part have no one label.
+                        sid = ledger.combine2(sid, other, adds=traits.adds or traits.joins)
+                if traits.into and fills(ledger, ins[-1], sid):
+                    pairs = list(zip(ins[:-1], in_keys[:-1], strict=True))
+                    sid = ledger.combine([ledger.get_by(x, key) for x, key in pairs], adds=traits.adds)
+                elif traits.copies and fills(ledger, ins[0], ledger.get_by(ins[1], in_keys[1])):
                     sid = ledger.get_by(ins[1], in_keys[1])
+        if traits.measures and ledger.is_grad(sid) and not in_backward():
+            sid = as_measured(ledger, sid, ins)
         out_keys = [
             o.untyped_storage()._cdata if type(o) is torch.Tensor else storage_key(local_of(o)) for o in outs
         ]
         for o, key in zip(outs, out_keys, strict=True):
             if key not in in_keys:
-                ledger.put_by(o, key, sid)
+                if traits.duplicates:
+                    ledger.copied(o, key, ins[0], sid)
+                else:
+                    ledger.put_by(o, key, sid)
+                if traits.joins and not in_backward():
+                    joined(ledger, o, ins)
             elif traits.mutates:
                 written(ledger, traits, ins, o, sid)
+                if self.on_written is not None:
+                    self.on_written((o,))
             elif ledger.get_by(o, key) != sid:
                 # A view of an input must not rewrite the input.
                 ledger.put_alone(o, sid)
-        if traits.scales and len(ins) == len(outs):
+        if traits.scales and len(ins) - traits.into == len(outs):
             self._tell_scaled(func, args, outs)
         if self.params and not in_backward():
             self._follow_param(func, ins, in_keys, out, out_keys)
@@ -268,8 +313,11 @@ class Flow(EagerMode):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         after_backward = not in_backward() and not in_recompute()
         out, holders = self.traffic.run(func, args, kwargs, after_backward=after_backward)
+        self.carry.landed(holders)
         for x in holders:
             self.params.pop(storage_key(local_of(x)), None)  # as in _follow_param; a boundary names it again
+        if self.on_written is not None:
+            self.on_written(holders)
         return out
 
     # ---- parameters on their way to their use

@@ -10,6 +10,7 @@ from placement_audit import callsite
 from placement_audit.case import Case
 from placement_audit.collectives import CollectiveCall
 from placement_audit.crossings import RawBoundary, RawCrossing
+from placement_audit.doubts import RawDoubt
 from placement_audit.dtensor_api import dtype_name, local_of
 from placement_audit.flow import PHASES, Flow
 from placement_audit.grads import Grads
@@ -25,8 +26,12 @@ from placement_audit.tracing import (
     ParamUse,
     Phase,
     RunRecord,
+    Share,
     Trace,
+    UpdateRecord,
+    ValueDoubt,
 )
+from placement_audit.updates import Updates
 
 
 @dataclass(slots=True)
@@ -67,6 +72,7 @@ class Freezer:
         collectives: in order.
         uses: FQN -> where it met the activations.
         grads: the parameters' gradients, and where backwards began.
+        updates: what became of the parameters after.
     """
 
     case: Case
@@ -76,6 +82,7 @@ class Freezer:
     collectives: list[RawCollective]
     uses: dict[str, list[RawUse]]
     grads: Grads
+    updates: Updates
     _sites: callsite.SiteTable = field(default_factory=callsite.SiteTable)
 
     def trace(self, run: RunRecord) -> Trace:
@@ -87,7 +94,7 @@ class Freezer:
             if b.param_fqn is not None and b.phase is not Phase.RECOMPUTE:
                 of_param.setdefault(b.param_fqn, []).append(b.index)
         return Trace(
-            run=replace(run, notes=(*run.notes, *self._untold())),
+            run=replace(run, notes=(*run.notes, *self._untold(), *self.updates.notes)),
             mesh=self.flow.world.spec(self.case.device_type),
             batch_dims=self.flow.world.within(self.case.batch_dims),
             params=tuple(self._param(fqn, p, of_param, sites) for fqn, p in self.params),
@@ -97,6 +104,7 @@ class Freezer:
             assumed_invariant=self.flow.ledger.assumed,
             random_ops=self.flow.random_ops,
             reduce_dtype=self.case.reduce_dtype,
+            readers=self.updates.followed,
             losses=tuple(
                 LossRecord(
                     state=self.flow.ledger.vector(sid),
@@ -105,6 +113,29 @@ class Freezer:
                 )
                 for (sid, site), unsummed in self.grads.losses.items()
             ),
+            value_doubts=tuple(self._doubt(x, sites) for x in self.flow.carry.doubts.found),
+            shares=tuple(
+                Share(param_fqn=fqn, mesh_dim=self.flow.world.dims[d], value=n, grad=g)
+                for fqn, d, n, g in self.flow.carry.doubts.shares
+            ),
+            unfollowed=tuple(
+                (op, self.flow.world.dims[d], n)
+                for (op, d), n in sorted(self.flow.carry.doubts.unfollowed.items())
+            ),
+        )
+
+    def _doubt(self, x: RawDoubt, sites: callsite.SiteTable) -> ValueDoubt:
+        return ValueDoubt(
+            kind=x.kind,
+            mesh_dim=self.flow.world.dims[x.dim],
+            op=x.op,
+            call_site=sites.get(x.site),
+            summed_at=sites.get(x.summed) if x.summed is not None else None,
+            carried=x.carried,
+            declared=x.declared,
+            counted=x.of,
+            after_backward=x.after,
+            module_fqn=x.module_fqn,
         )
 
     def _untold(self) -> list[str]:
@@ -154,6 +185,19 @@ class Freezer:
             grad=grad,
             boundaries=tuple(of_param.get(fqn, ())),
             uses=uses,
+            update=self._update(p, sites),
+        )
+
+    def _update(self, p: nn.Parameter, sites: callsite.SiteTable) -> UpdateRecord | None:
+        found, spoilt = self.updates.of(p), self.updates.spoilt(p)
+        if found is None and spoilt is None:
+            return None
+        ledger = self.flow.ledger
+        return UpdateRecord(
+            state=None if found is None else ledger.vector(found.sid),
+            call_site=None if found is None else sites.get(found.site),
+            grad_state=None if spoilt is None else ledger.vector(spoilt[0]),
+            grad_site=None if spoilt is None else sites.get(spoilt[1]),
         )
 
     def _boundary(self, b: RawBoundary, sites: callsite.SiteTable) -> Boundary:
@@ -174,6 +218,7 @@ class Freezer:
             grad=self._crossing(b.grad) if b.grad is not None else None,
             own_dims=b.own_dims,
             name=b.name,
+            divided=tuple(self.flow.world.dims[d] for d in b.divided),
         )
 
     def _crossing(self, c: RawCrossing) -> GradCrossing:

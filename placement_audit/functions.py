@@ -81,6 +81,7 @@ class Functions:
         raw = self._interceptor.note(KIND, ins[at])
         raw.name = name
         in_sids = [ledger.get(x) for x in ins]
+        sums = [self._flow.carry.with_terms(x) for x in ins]
         sizes = [x.numel() for x in ins]
         with self._interceptor.within(raw):
             out = original(*args, **kwargs)
@@ -95,7 +96,7 @@ class Functions:
         if node is None or not torch.is_grad_enabled():
             return out
         out_sids = [ledger.get(o) if isinstance(o, torch.Tensor) else None for o in outs]
-        self._hook(raw, node, at, list(zip(in_sids, sizes, strict=True)), out_sids)
+        self._hook(raw, node, at, list(zip(in_sids, sizes, sums, strict=True)), out_sids)
         return out
 
     # ---- backward
@@ -105,7 +106,7 @@ class Functions:
         raw: RawBoundary,
         node: Any,
         at: int,
-        inputs: list[tuple[int, int]],
+        inputs: list[tuple[int, int, frozenset[int]]],
         out_sids: list[int | None],
     ) -> None:
         """Watch the backward of a call.
@@ -114,7 +115,7 @@ class Functions:
             raw: the call.
             node: its autograd node.
             at: the input that the boundary is about.
-            inputs: (state, elements) of each.
+            inputs: (state, elements, mesh dims along which it is a term with complete values added) of each.
             out_sids: states of the outputs; None for what is no tensor.
         """
         entered = self._ledger.invariant
@@ -135,9 +136,9 @@ class Functions:
 
         def leaves(grads: Any, _arrived: Any) -> Any:
             changed = list(grads)
-            for i, (g, (in_sid, numel)) in enumerate(zip(grads, inputs, strict=False)):
+            for i, (g, (in_sid, numel, sums)) in enumerate(zip(grads, inputs, strict=False)):
                 if g is not None:
-                    new = self._out_of(raw, in_sid, self._ledger.get(g), entered, numel)
+                    new = self._out_of(raw, in_sid, self._ledger.get(g), entered, numel, sums)
                     changed[i] = self._retyped(g, new)
             g = changed[at] if at < len(changed) else None
             if g is not None:
@@ -166,14 +167,16 @@ class Functions:
             self._delivered[key] = new
         return new
 
-    def _out_of(self, raw: RawBoundary, in_sid: int, sid: int, arrived_sid: int, numel: int) -> int:
+    def _out_of(
+        self, raw: RawBoundary, in_sid: int, sid: int, arrived_sid: int, numel: int, sums: frozenset[int]
+    ) -> int:
         value, before = self._ledger.vector(in_sid), self._ledger.vector(arrived_sid)
         # What the forward summed though it was equal on all ranks counts that many times.
         summed = {d for of, dims in raw.summed for d in dims if of == numel}
         sizes = self._flow.world.sizes
 
         def change(d: int, state: State) -> State:
-            new = states.out_of_function(value[d], state)
+            new = states.out_of_function(value[d], state, is_term=d in sums)
             if d in summed and value[d].kind is StateKind.INVARIANT:
                 new = states.rescaled(new, Fraction(1, sizes[d]))
             if new.kind is StateKind.LOST is not before[d].kind or new.scale != before[d].scale:

@@ -43,12 +43,15 @@ class RawGrad:
     layout: Layout | None
     sid: int
     dtype: str
+    spoilt: int | None = None
+    """Its state, where it was complete and equal on all ranks once, and is no more; None where it is as it was."""
 
 
 class Grads:
     """The gradients of one step.
 
     Attributes:
+        before: state of each parameter before the step, by id().
         losses: (state, place) of the tensors that backwards began at -> see `_unsummed`.
     """
 
@@ -81,6 +84,9 @@ class Grads:
         self._read: dict[int, RawGrad | None] = {}
         self._by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         self._stale = True
+        self.before: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+        self._spoilt_at: dict[int, callsite.RawSite | None] = {}
 
     @contextmanager
     def installed(self) -> Generator[None]:
@@ -96,6 +102,8 @@ class Grads:
                 finally:
                     self._flow.seeding = False
                     self._stale = True
+                    if original is backward and not in_backward():
+                        self._take_stock()
 
             return call
 
@@ -152,6 +160,10 @@ class Grads:
                     nodes += [n for n, _ in node.next_functions]
         return found
 
+    def begin(self) -> None:
+        """Before the step: what the parameters are."""
+        self.before = {id(p): self._flow.ledger.get(p) for _, p in self._params}
+
     # ---- who reads them
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -161,15 +173,57 @@ class Grads:
                 if id(p) in self._names and id(p) not in self._read:
                     self._read[id(p)] = self._now(p)
 
+    def read(self) -> None:
+        """Note what the job's readers find, which are about to begin."""
+        for _, p in self._params:
+            self._read.setdefault(id(p), self._now(p))
+
     def of(self, p: nn.Parameter) -> RawGrad | None:
         """The gradient as an optimizer first read it, else as it is now."""
         return self._read[id(p)] if id(p) in self._read else self._now(p)
+
+    def spoilt(self, p: nn.Parameter) -> tuple[int, callsite.RawSite | None] | None:
+        """(State, where it was made so) of a gradient that a reader has made the ranks' own; None for none."""
+        for found in (self._read.get(id(p)), self._now(p)):
+            if found is not None and found.spoilt is not None:
+                return found.spoilt, self._spoilt_at.get(id(p))
+        return None
 
     def _now(self, p: nn.Parameter) -> RawGrad | None:
         g = p.grad
         if g is None:
             return None
-        return RawGrad(self._flow.world.layout_of(g), self._flow.ledger.get(g), dtype_name(g))
+        ledger = self._flow.ledger
+        sid = ledger.get(g)
+        of, was = ledger.vector(self.before.get(id(p), sid)), ledger.vector(self._known.get(id(p), sid))
+        kept = ledger.changed(
+            sid, lambda d, now: was[d] if spoils(of[d], now) and spoils(was[d], now) else now
+        )
+        return RawGrad(
+            self._flow.world.layout_of(g), kept, dtype_name(g), spoilt=sid if kept != sid else None
+        )
+
+    def _take_stock(self) -> None:
+        """A backward is over: what it left is the gradient; what is done to it then makes it better or spoils it."""
+        ledger = self._flow.ledger
+        for _, p in self._params:
+            if p.grad is not None:
+                self._known[id(p)] = ledger.get(p.grad)
+
+    def written(self, xs: Sequence[torch.Tensor]) -> None:
+        """Tensors were written in place, after a backward: a sum that was due, or a factor that is each rank's own?"""
+        for x in xs:
+            for _, p in self._stored(storage_key(local_of(x))):
+                now = self._now(p)
+                if now is not None and now.spoilt is None:
+                    self._known[id(p)] = now.sid
+                elif now is not None:
+                    self._spoilt_at.setdefault(id(p), callsite.take(2)[1])
+
+    @property
+    def there(self) -> bool:
+        """Whether a backward is over that has left any."""
+        return bool(self._known)
 
     # ---- collectives on them
 
@@ -210,20 +264,34 @@ class Grads:
         if p is not None and p.shape == g.shape:
             return self._names.get(id(p))
         key, at = storage_key(local_of(g)), extent(local_of(g))
-        if self._stale and key not in self._by_storage:
-            self._by_storage = {}
-            for fqn, p in self._params:
-                if p.grad is not None:
-                    self._by_storage.setdefault(storage_key(local_of(p.grad)), []).append((fqn, p))
-            self._stale = False
         # Several may lie in one buffer; a reduction of more than one is none's own.
-        for fqn, p in self._by_storage.get(key, ()):
+        for fqn, p in self._stored(key):
             if _lies_at(p.grad, key, at):
                 return fqn
         if not in_backward():
             return None
         in_place = ((fqn, registered(module).get(name)) for fqn, module, name in self._places)
         return next((fqn for fqn, p in in_place if p is not None and _lies_at(p.grad, key, at)), None)
+
+    def _stored(self, key: int) -> Sequence[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients lie in a storage."""
+        if self._stale and key not in self._by_storage:
+            self._by_storage = {}
+            for fqn, p in self._params:
+                if p.grad is not None:
+                    self._by_storage.setdefault(storage_key(local_of(p.grad)), []).append((fqn, p))
+            self._stale = False
+        return self._by_storage.get(key, ())
+
+
+def spoils(was: State, now: State) -> bool:
+    """Whether what was complete and equal on all ranks is each rank's own now."""
+    return was.kind is StateKind.INVARIANT and now.kind in (
+        StateKind.VARYING,
+        StateKind.MIXED,
+        StateKind.LOST,
+        StateKind.TERM,
+    )
 
 
 def _lies_at(grad: torch.Tensor | None, key: int, at: tuple[int, int]) -> bool:

@@ -190,6 +190,10 @@ class Interceptor:
         raw.dst = self._world.layout_of(out)
         if raw.src is None and isinstance(out, DTensor):
             self.flow.labelled.settle(out, [x], alone=True)
+            if kind == "from_local" and raw.phase is Phase.FORWARD and raw.dst is not None:
+                raw.divided = self.flow.carry.declared(x, raw.dst)
+        elif raw.src is not None and raw.dst is None and raw.phase is Phase.FORWARD:
+            self.flow.carry.localised(out, raw.src, raw.tensor.global_shape if raw.tensor else ())
         side = x if isinstance(x, DTensor) else out
         raw.declared = self._declared(kwargs.get("grad_placements"), side)
         raw.own_dims = self._world.own_dims(side)

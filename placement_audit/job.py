@@ -64,19 +64,21 @@ def as_job(made: object, factory: str) -> Job:
     """What a factory returned, as a `Job`.
 
     Args:
-        made: a Job, or a dict of its fields.
+        made: a Job, a dict of its fields, or (model, step) or (model, step, mesh).
         factory: its name, for the message.
 
     Raises:
-        UsageError: it is neither, or has other fields.
+        UsageError: it is none of these, or has other fields.
     """
     if isinstance(made, Job):
         return made
     known = [f.name for f in fields(Job)]
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        made = dict(zip(known, made, strict=False))
     if not isinstance(made, Mapping):
         raise UsageError(
-            f"{factory} returned {_article(type(made).__name__)}; expected a placement_audit.Job, or a dict with "
-            f"model and step and as many of {', '.join(known[2:])} as apply."
+            f"{factory} returned {_article(type(made).__name__)}; expected a placement_audit.Job, (model, step, "
+            f"mesh), or a dict with model and step and as many of {', '.join(known[2:])} as apply."
         )
     odd = [key for key in made if key not in known]
     if odd:

@@ -22,6 +22,9 @@ from placement_audit.rules.gradient import gradient_findings
 from placement_audit.rules.loss import loss_findings
 from placement_audit.rules.measured import measured_findings
 from placement_audit.rules.remedy import with_remedies
+from placement_audit.rules.texts_readers import WRONG_UPDATE
+from placement_audit.rules.updates import update_findings
+from placement_audit.rules.values import value_contradictions, value_findings, wrong_forward
 from placement_audit.settle import settled
 from placement_audit.tracing import ParamRecord, Trace
 from placement_audit.verdicts import GOOD, Evidence, Judgement, Outcome, Report, Verdict
@@ -31,13 +34,18 @@ _NUMBERS = (
     "Numbers that differ between ranks without being tensors (an offset taken from the rank) are not seen by "
     "one rank's trace."
 )
+_READERS = "Readers of gradients (clipping, the optimizer) ran after the trace and were not judged."
+_READERS_FOLLOWED = (
+    "Of the readers of gradients (clipping, the optimizer) it shows whether they keep replicas equal, not whether "
+    "their numbers are right, nor numbers that they take out of tensors (.item())."
+)
 BLIND_SPOTS = (
-    "A forward that is not what one device would compute (a mean over a local shard, a bias added on every "
-    "rank before a sum) leaves no mark in placements; only values show it.",
+    "A forward that is not what one device would compute (a mean over a rank's own tokens, an op on a shard that "
+    "needs the whole) leaves no mark in placements; only values show it.",
     "A wrong divisor in the loss, or averaging what was already averaged, leaves no mark in placements; "
     "only values show it.",
     _NUMBERS,
-    "Readers of gradients (clipping, the optimizer) ran after the trace and were not judged.",
+    _READERS,
 )
 """What a trace alone can't see; part of every traced report, so that it never reads as a clean bill."""
 
@@ -52,7 +60,26 @@ MEASURED_BLIND_SPOTS = (
 
 
 def _blind_spots(trace: Trace) -> tuple[str, ...]:
-    return tuple(x for x in BLIND_SPOTS if not (trace.other_ranks and x is _NUMBERS))
+    known = tuple(
+        _READERS_FOLLOWED if x is _READERS and trace.readers else x
+        for x in BLIND_SPOTS
+        if not (trace.other_ranks and x is _NUMBERS)
+    )
+    if not trace.unfollowed:
+        return known
+    calls: Counter[str] = Counter()
+    for op, _, n in trace.unfollowed:
+        calls[op.removeprefix("aten.").removesuffix(".default")] += n
+    named = [f"{op} ({n})" for op, n in calls.most_common(_OPS_NAMED)]
+    more = f" and {len(calls) - len(named)} more" if len(calls) > len(named) else ""
+    return (
+        *known,
+        "Plain tensors were followed from op to op by torch's sharding rules, up to calls that have no rule "
+        f"without communication: {', '.join(named)}{more}. What they made was not judged as a value.",
+    )
+
+
+_OPS_NAMED = 5
 
 
 def judge(
@@ -78,18 +105,31 @@ def judge(
     )
     judgements = tuple(_disagreeing(trace, j, (apart or {}).get(j.param_fqn)) for j in judgements)
     contradictions: tuple[Contradiction, ...] = ()
+    forward = wrong_forward(trace)
+    if measurement is None and forward is not None:
+        judgements = tuple(
+            replace(j, verdict=Verdict.NOT_JUDGED, reason=forward)
+            if j.verdict in (*GOOD, Verdict.NOT_JUDGED)
+            else j
+            for j in judgements
+        )
     if measurement is not None:
         weighed = weigh(trace, judgements, measurement, scale=math.prod(baseline.values(), start=Fraction(1)))
         judgements, contradictions = weighed.judgements, weighed.contradictions
+    drifts = tuple(update_findings(trace, judgements))
     findings = (
         *gradient_findings(trace, judgements),
         *boundary_findings(trace, judgements),
         *(loss_findings(trace) if measurement is None else ()),
         *dtype_findings(trace),
+        *(drifts if measurement is None else ()),
     )
     if measurement is not None:
-        findings += tuple(measured_findings(trace, judgements, measurement, contradictions))
+        contradictions += tuple(value_contradictions(trace, measurement))
+        findings += tuple(measured_findings(trace, judgements, measurement, contradictions, drifts))
         findings = tuple(located(findings, measurement))
+    spoilt = any(f.rule_id == WRONG_UPDATE.id for f in findings)
+    findings += tuple(value_findings(trace, measurement, update_off=spoilt))
     findings = with_remedies(trace, findings, judgements, measured=measurement is not None)
     return settled(
         Report(
@@ -161,7 +201,7 @@ def _judgement(trace: Trace, p: ParamRecord, dim: int, name: str, baseline: Frac
             path=(),
             evidence=(Evidence(strength="traced", statement=f".grad is None after backward; {used}"),),
         )
-    state = p.grad.state[dim]
+    state = _decided(trace, p, dim, name)
     label = _label(p, name)
     factor = read_factor(label, state, size)
     verdict, reason = _verdict(trace, p, name, expected, label, state, factor, baseline, size)
@@ -181,6 +221,22 @@ def _judgement(trace: Trace, p: ParamRecord, dim: int, name: str, baseline: Frac
         path=state.blame if added_up is None else (added_up, *(i for i in state.blame if i != added_up)),
         evidence=(Evidence(strength="traced", statement=describe(label, state, factor, name, size)),),
     )
+
+
+def _decided(trace: Trace, p: ParamRecord, dim: int, name: str) -> State:
+    """The state of a gradient; an ambiguous one is known where the parameter was divided to be added to a sum.
+
+    Divided by the ranks, each rank's part of it is as much of the gradient as autograd knows of the division.
+    """
+    assert p.grad is not None
+    state, size = p.grad.state[dim], trace.mesh.shape[dim]
+    shares = [x for x in trace.shares if (x.param_fqn, x.mesh_dim) == (p.fqn, name)]
+    if state.kind is not StateKind.AMBIGUOUS or state.scale is None or len(shares) != 1:
+        return state
+    (share,) = shares
+    if share.value * size != 1 or not share.grad:
+        return state
+    return State(StateKind.INVARIANT, state.scale * share.grad, state.blame)
 
 
 def _verdict(
@@ -204,7 +260,7 @@ def _verdict(
         return Verdict.WRONG_PLACEMENT, f"the gradient is {label}, the parameter {expected}"
     if state.kind is StateKind.AMBIGUOUS:
         return Verdict.NOT_JUDGED, (
-            "a value equal on all ranks, or one added to a per-rank term, was declared Partial: whether the "
+            "a value equal on all ranks, or one added to a per-rank term, is summed over them: whether the "
             "gradient is complete or one of its terms is for values to decide"
         )
     if state.kind is StateKind.LOST:
@@ -217,7 +273,7 @@ def _verdict(
             )
         return (
             Verdict.LOST_REDUCTION,
-            "a complete part and a per-rank part were added up; the second was not summed",
+            "a complete part and a per-rank part were added up; summed or not, one of them is wrong",
         )
     if state.scale is None:
         return Verdict.WRONG_SCALE, "parts of different scale were added up"

@@ -91,6 +91,10 @@ class Ledger:
         """The same vector, of a gradient."""
         return sid if self._grads[sid] else self.sid(self._vectors[sid], grad=True)
 
+    def as_value(self, sid: int) -> int:
+        """A gradient's vector, read as mere numbers."""
+        return self.changed(sid, lambda _, s: states.as_value(s), grad=False) if self._grads[sid] else sid
+
     def combine(self, sids: Sequence[int], *, adds: bool) -> int:
         """The vector of an op's result."""
         out = sids[0]
@@ -116,6 +120,10 @@ class Ledger:
         return self.sid(vector, grad=a_grad or b_grad)
 
     # ---- tensors
+
+    def knows(self, key: int) -> bool:
+        """Whether anything was written down of a storage."""
+        return key in self._by_storage
 
     def get(self, x: torch.Tensor) -> int:
         """The number of the tensor's vector; unknown tensors count as invariant, and are counted."""
@@ -157,6 +165,12 @@ class Ledger:
             self._pieces.forget(key)
         if self.any_own and (own := self._own.get(key)) is not None:
             own.pop(local_of(x), None)
+
+    def put_pieces(self, x: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Write down what lies in a tensor, in order, where that is not in one state."""
+        key = storage_key(local_of(x))
+        if len({sid for *_, sid in pieces}) > 1 and key in self._by_storage:
+            self._pieces.put(key, pieces[0][0], pieces[-1][1], pieces)
 
     def put_alone(self, x: torch.Tensor, sid: int) -> None:
         """Write down one tensor and leave the others that share its storage as they are."""
@@ -209,7 +223,7 @@ class Ledger:
             after = new if sid == before else others(first <= a and b <= end, sid)
             self._own[key][alias] = after if (a, b) == (first, end) else self._kept_apart(before, sid, after)
         rest = self._by_storage.get(key, before)
-        grad = self._grads[new] or self._grads[rest]
+        grad = self._grads[new] or self._grads[rest] or key in self._cut
         if (own and x in own) or not grad or not x.is_contiguous():
             more = [sid for *_, sid in self._over(x, key)] if key in self._cut and not whole else []
             self.put_by(x, key, self.combine([new, *more], adds=False))
@@ -221,6 +235,38 @@ class Ledger:
         elif key in self._cut or any(sid != rest for *_, sid in pieces):
             self._pieces.put(key, first, end, pieces)
 
+    def lay(self, x: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Write down a tensor whose storage is its own and which is in pieces.
+
+        Args:
+            x: the tensor.
+            pieces: by bytes of its storage, in order; the rest of it is in the state of all of them together.
+        """
+        x = local_of(x)
+        key = storage_key(x)
+        self.put_by(x, key, self.combine([sid for *_, sid in pieces], adds=False))
+        if len({sid for *_, sid in pieces}) > 1:
+            self._pieces.put(key, pieces[0][0], pieces[-1][1], pieces)
+
+    def laid(self, x: torch.Tensor, nbytes: int) -> list[Piece]:
+        """The pieces of a tensor's first bytes, from 0; empty where it is in one state."""
+        x = local_of(x)
+        if not self._cut or storage_key(x) not in self._cut or not x.is_contiguous():
+            return []
+        first, _ = extent(x)
+        rest = self._by_storage[storage_key(x)]
+        found = self._pieces.over(storage_key(x), first, first + nbytes, rest)
+        return [(a - first, b - first, sid) for a, b, sid in found]
+
+    def copied(self, out: torch.Tensor, key: int, x: torch.Tensor, sid: int) -> None:
+        """Write down a copy of a tensor, in another dtype perhaps: what is in pieces stays so."""
+        pieces = self.laid(x, x.numel() * x.element_size()) if out.is_contiguous() and covers(out) else []
+        if not pieces:
+            self.put_by(out, key, sid)
+            return
+        size, was = out.element_size(), x.element_size()
+        self.lay(out, [(a // was * size, b // was * size, piece) for a, b, piece in pieces])
+
     def _kept_apart(self, before: int, was: int, after: int) -> int:
         """Ranks' different pieces of what is equal differ, whatever is done to all of it alike."""
         whole, piece = self._vectors[before], self._vectors[was]
@@ -230,6 +276,10 @@ class Ledger:
             return states.as_part(state) if apart else state
 
         return self.changed(after, change)
+
+    def is_equal(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is the same on all ranks."""
+        return all(s.kind in (StateKind.INVARIANT, StateKind.ZERO) for s in self._vectors[self.get(x)])
 
     def kind(self, sid: int, dim: int) -> StateKind:
         """The kind along one mesh dim."""

@@ -22,6 +22,14 @@ _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_", "zero", "_forea
 _SCALES = frozenset(
     {"div", "div_", "mul", "mul_", "_foreach_div", "_foreach_div_", "_foreach_mul", "_foreach_mul_"}
 )
+_BY_PLACE = ("_foreach", "_fused_ad", "_fused_sgd")
+"""`_fused_rms_norm`, `_fused_sdp_choice` and their like have nothing to do with lists."""
+_MEASURES = frozenset(
+    {
+        "linalg_vector_norm", "norm", "pow", "square", "_foreach_norm", "_foreach_pow",
+        "mul", "dot", "vdot", "mm", "_foreach_mul",
+    }
+)  # fmt: skip
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "uniform", "multinomial", "exponential")
 _PASSES_ON = frozenset(
     {
@@ -43,11 +51,20 @@ class OpTraits:
         ones: it makes autograd's first gradient.
         random: its result is random.
         adds: it adds its inputs up, as gradient accumulation does.
+        joins: it puts its inputs side by side.
         copies: it overwrites its first input with its second.
         overwrites: it overwrites its first input with what depends on no tensor.
         scales: it multiplies or divides its first input by its second.
+        divides: it divides.
+        subtracts: it adds up, its second input with the other sign.
+        packs: it is FSDP2's, which puts gradients into one buffer.
+        duplicates: its result is its one input once more, in another dtype perhaps.
+        into: it writes its result into one tensor that it is given for that.
+        measures: of gradients alone it makes what is none: a norm, squares, a product.
         mutates: its result is one of its inputs, changed.
+        foreach: it goes through lists of tensors, place by place.
         foreach_in_place: it changes lists of tensors and returns nothing.
+        changes: the positions of the lists that it changes.
         views: its results share its one input's storage, as its schema says.
         passes_on: with one input, its result is that tensor in another form.
         lifts: it makes a tensor of Python numbers, whose address may have been another tensor's.
@@ -59,11 +76,20 @@ class OpTraits:
     ones: bool
     random: bool
     adds: bool
+    joins: bool
     copies: bool
     overwrites: bool
     scales: bool
+    divides: bool
+    subtracts: bool
+    packs: bool
+    duplicates: bool
+    into: bool
+    measures: bool
     mutates: bool
+    foreach: bool
     foreach_in_place: bool
+    changes: tuple[int, ...]
     views: bool
     passes_on: bool
     lifts: bool
@@ -84,11 +110,22 @@ def traits_of(func: Any) -> OpTraits:
         ones=name == "ones_like",
         random=any(part in name for part in _RANDOM),
         adds=name in _ADDS,
+        joins=name in ("cat", "stack"),
         copies=name in ("copy_", "_foreach_copy_"),
         overwrites=schema.is_mutable and (name in _ZEROS or name in _FRESH),
         scales=name in _SCALES,
+        divides=name in _SCALES and "div" in name,
+        subtracts=name in _ADDS and "sub" in name,
+        packs=func.namespace == "fsdp" and name == "chunk_cat",
+        duplicates=name in ("_to_copy", "clone"),
+        into=func._overloadname == "out",
+        measures=name in _MEASURES,
         mutates=schema.is_mutable,
-        foreach_in_place=name.startswith("_foreach") and schema.is_mutable,
+        foreach=name.startswith(_BY_PLACE),
+        foreach_in_place=name.startswith(_BY_PLACE) and schema.is_mutable,
+        changes=tuple(
+            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ),
         views=_is_view(schema),
         passes_on=name in _PASSES_ON,
         lifts=name == "lift_fresh",

@@ -121,6 +121,7 @@ def run(
             try:
                 with prepared.watching(case, tracer) if prepared is not None else nullcontext() as watch:
                     loss = tracer.run()
+                tracer.follow_readers()
             except AuditError:
                 raise
             except Exception as error:

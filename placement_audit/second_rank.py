@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from placement_audit.apart import Difference, Met, Stream, Varying, difference, varying
+from placement_audit.apart import Difference, Met, Numbers, Stream, Varying, difference, varying
 from placement_audit.case import Case
 from placement_audit.dtensor_api import forget_meshes
 from placement_audit.failure import short_path
@@ -25,16 +25,17 @@ def trace_ranks(build: Callable[[int], Case], run: Callable[[Case], RunRecord], 
         run: what ran, for the trace.
         rank: whose trace it is.
     """
-    case, tracer, mine = _run(build, rank, None)
+    numbers: Numbers = {}
+    case, tracer, mine = _run(build, rank, None, numbers)
     world = tracer.world
-    differences = {d: difference(mine, _run(build, world.neighbour(d), None)[2]) for d in world.axes}
+    differences = {d: difference(mine, _run(build, world.neighbour(d), None, numbers)[2]) for d in world.axes}
     if any(x.at for x in differences.values()):
         # What differs between two runs of the same rank (uninitialised memory that was read) is no rank's doing.
-        noise = difference(mine, _run(build, rank, None)[2]).at
+        noise = difference(mine, _run(build, rank, None, numbers)[2]).at
         differ = varying(mine, {d: x.at - noise for d, x in differences.items()})
-        case, tracer, _ = _run(build, rank, differ)
+        case, tracer, _ = _run(build, rank, differ, numbers)
     elif len(differences):
-        case, tracer, _ = _run(build, rank, None)  # the process group that it ran on is gone
+        case, tracer, _ = _run(build, rank, None, numbers)  # the process group that it ran on is gone
     record = run(case)
     notes = tuple(told(world.dims[d], x) for d, x in differences.items() if x.parted)
     trace = tracer.freeze(replace(record, notes=(*record.notes, *notes)))
@@ -42,11 +43,11 @@ def trace_ranks(build: Callable[[int], Case], run: Callable[[Case], RunRecord], 
 
 
 def _run(
-    build: Callable[[int], Case], rank: int, differ: Varying | None
+    build: Callable[[int], Case], rank: int, differ: Varying | None, numbers: Numbers
 ) -> tuple[Case, Tracer, Sequence[Met]]:
     forget_meshes()
     case = build(rank)
-    tracer, stream = Tracer(case), Stream(differ)
+    tracer, stream = Tracer(case), Stream(differ, numbers)
     tracer.stream = stream
     tracer.run()
     return case, tracer, stream.met

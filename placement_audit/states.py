@@ -166,6 +166,14 @@ def as_part(state: State) -> State:
     return state
 
 
+def as_value(state: State) -> State:
+    """A gradient read as mere numbers: a norm of it, or a weight that it was added to."""
+    kind = state.kind
+    if kind is StateKind.MIXED:
+        kind = StateKind.VARYING
+    return State(StateKind.INVARIANT if kind is StateKind.ZERO else kind)
+
+
 def _reduce_scale(state: State, size: int, reduce_op: str | None) -> Fraction | None:
     """Scale after a reduction: an average divides, a sum of something complete multiplies."""
     if state.scale is None or reduce_op not in ("sum", "avg"):
@@ -236,7 +244,7 @@ def into_function(output: State, grad: State) -> State:
     return grad
 
 
-def out_of_function(value: State, grad: State) -> State:
+def out_of_function(value: State, grad: State, *, is_term: bool = False) -> State:
     """A gradient that an autograd function's backward made for one of its inputs.
 
     Whoever wrote the backward decides what it holds; what it means depends on the input. A complete gradient
@@ -246,11 +254,15 @@ def out_of_function(value: State, grad: State) -> State:
     Args:
         value: of the forward's input.
         grad: of what the backward returned.
+        is_term: each rank's input was one term of a sum, with complete values added to it: their gradient is the
+            sum's, and it depends on how they were divided whether that is all of it.
     """
     if value.kind is StateKind.INVARIANT or value.kind is StateKind.ZERO:
         return State(StateKind.VARYING, grad.scale, grad.blame) if grad.kind is StateKind.TERM else grad
     if grad.kind in (StateKind.TERM, StateKind.MIXED):
         return State(StateKind.LOST, grad.scale, grad.blame)
+    if is_term and grad.kind is StateKind.INVARIANT:
+        return State(StateKind.AMBIGUOUS, grad.scale, grad.blame)
     return as_part(grad)
 
 

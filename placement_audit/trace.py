@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
     clean_fqn,
     dtype_name,
+    in_backward,
     local_of,
     rank_map_of,
     relabelling,
@@ -31,8 +32,10 @@ from placement_audit.grads import Grads
 from placement_audit.intercept import Interceptor
 from placement_audit.ledger import Ledger
 from placement_audit.model import State, StateKind
+from placement_audit.reducer import Averages
 from placement_audit.scaling import Scaling
 from placement_audit.tracing import Phase, RunRecord, Trace
+from placement_audit.updates import Updates
 from placement_audit.world import World
 
 _VARYING = State(StateKind.VARYING)
@@ -68,9 +71,16 @@ class Tracer:
         self._params: list[tuple[str, nn.Parameter]] = [
             (clean_fqn(n), p) for n, p in case.model.named_parameters(remove_duplicate=False)
         ]
+        self.flow.carry.doubts.module_fqn = self._module_fqn
+        self.flow.carry.doubts.batch = frozenset(
+            d for d, m in enumerate(self.world.parents) if m in case.batch_dims
+        )
         self.functions = Functions(self.interceptor)
         self.grads = Grads(self.interceptor, self._params, case.batch_dims, case.model)
+        self.updates = Updates(self.flow, self._params, self.grads)
+        self._averages = Averages(self.flow, case.wrapper) if case.wrapper is not None else None
         self.flow.traffic.on_reduced = self._reduced
+        self.flow.on_written = self._written
         self._scaling = Scaling(self.interceptor, case.batch_dims)
         self.flow.on_scaled = self._scaling.scaled
 
@@ -92,6 +102,12 @@ class Tracer:
         with self.watching():
             return self._case.step()
 
+    def follow_readers(self) -> None:
+        """Run the job's own clipping and optimizer, where it has any, on the gradients that are there now."""
+        update = self._case.update
+        if self._case.own_readers and update is not None and self.grads.there:
+            self.updates.follow(lambda: update(self._case.model, "job"), self._case.name)
+
     @contextmanager
     def watching(self) -> Generator[None]:
         """Watch what runs while this is open."""
@@ -105,6 +121,8 @@ class Tracer:
             )
             stack.enter_context(self.interceptor.installed())
             stack.enter_context(self.functions.installed())
+            if self._averages is not None:
+                stack.enter_context(self._averages.installed())
             stack.enter_context(self.grads.installed())
             stack.enter_context(self.flow)
             yield
@@ -123,6 +141,8 @@ class Tracer:
                     for d in span or ():
                         vector[d] = _INVARIANT if placement.is_replicate() else _VARYING
             ledger.put(p, ledger.sid(tuple(vector), grad=False))
+            if declared is not None and not isinstance(p, DTensor):
+                self.flow.carry.localised(p, declared)
             if self.stream is not None:
                 self.stream.named(p, "parameter", fqn)
             self.flow.params.setdefault(storage_key(local_of(p)), fqn)
@@ -135,6 +155,7 @@ class Tracer:
             self.take_batch(x)
             if self.stream is not None:
                 self.stream.named(x, "input", i)
+        self.grads.begin()
 
     def take_batch(self, x: torch.Tensor) -> None:
         """Write down a tensor of the batch; a DTensor's own mesh dims are as its placements say."""
@@ -191,6 +212,8 @@ class Tracer:
         equal: tuple[int, ...],
     ) -> None:
         owner, phase = self.interceptor.running()
+        if phase is Phase.FORWARD and not self.flow.inside_dtensor_op and not self.interceptor.busy:
+            self.flow.carry.collective(call, dims, sent)
         if owner is not None:
             owner.spanned.update(dims or ())
             owner.summed.append((sent.numel() if sent is not None else 0, equal))
@@ -221,6 +244,11 @@ class Tracer:
             self._collectives[-1].boundary = raw.index
         return told(before, after), told
 
+    def _written(self, xs: Sequence[torch.Tensor]) -> None:
+        if self.grads.there and not in_backward():
+            self.grads.written(xs)
+            self.updates.written(xs)
+
     def _use(self, op: str, fqn: str, x: torch.Tensor, out: Any) -> None:
         uses = self._uses.setdefault(fqn, [])
         if len(uses) >= _USES_KEPT:
@@ -243,6 +271,7 @@ class Tracer:
             collectives=self._collectives,
             uses=self._uses,
             grads=self.grads,
+            updates=self.updates,
         ).trace(run)
 
 
@@ -250,4 +279,5 @@ def trace_step(case: Case, run: RunRecord, on_progress: Callable[[str], None] | 
     """Run one forward and backward of ``case``, watched, and return what was seen."""
     tracer = Tracer(case, on_progress)
     tracer.run()
+    tracer.follow_readers()
     return tracer.freeze(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 
 from placement_audit.model import CallSite, Layout, MeshSpec, Placement, State, TensorInfo
 
@@ -74,6 +75,7 @@ class Boundary:
         own_dims: the DTensor's own mesh, dim by dim; () where that is what ``src`` (or ``dst``) says, one world
             mesh dim each.
         name: of an autograd function, its class; else "".
+        divided: mesh dims along which `from_local` was given a value that is equal on all ranks, divided by them.
     """
 
     index: int
@@ -91,6 +93,7 @@ class Boundary:
     grad: GradCrossing | None = None
     own_dims: tuple[OwnDim, ...] = ()
     name: str = ""
+    divided: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +185,25 @@ class GradRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRecord:
+    """What became of a parameter and its gradient once the gradients were read: by clipping, by an optimizer.
+
+    Attributes:
+        state: per world mesh dim, of the parameter; None where it was not written.
+        call_site: first frame outside torch that wrote it; the one that made the ranks' values differ, where
+            they do.
+        grad_state: per world mesh dim, of the gradient, where a reader made of one that was complete and equal
+            on all ranks one that is not; else None.
+        grad_site: where that was.
+    """
+
+    state: tuple[State, ...] | None
+    call_site: CallSite | None
+    grad_state: tuple[State, ...] | None = None
+    grad_site: CallSite | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamRecord:
     """One parameter.
 
@@ -193,6 +215,7 @@ class ParamRecord:
         grad: None where backward left no gradient.
         boundaries: indices into ``Trace.boundaries``, in forward order.
         uses: where it met the activations.
+        update: what its gradient's readers made of it; None where they were not followed or did not touch it.
     """
 
     fqn: str
@@ -202,6 +225,7 @@ class ParamRecord:
     grad: GradRecord | None
     boundaries: tuple[int, ...]
     uses: tuple[ParamUse, ...]
+    update: UpdateRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +242,54 @@ class LossRecord:
     state: tuple[State, ...]
     call_site: CallSite
     unsummed: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDoubt:
+    """A plain value that one device would hardly have: placements were followed through plain ops to it.
+
+    Attributes:
+        kind: "added", complete values were added to each rank's term of a sum, which then was summed; "applied",
+            an op that is not linear was applied to a term; "declared", `from_local` was told another placement;
+            "averaged", a mean was taken over parts of different sizes.
+        mesh_dim: along which the value varies.
+        op: that did it, e.g. "add".
+        call_site: first frame outside torch.
+        summed_at: where the terms were summed; None where they were not.
+        carried: what the value is.
+        declared: what it was declared to be; None where nothing was.
+        counted: (FQN, or "" where it is no parameter; how often it goes in on each rank) of the complete values.
+        after_backward: it was done to gradients, after backward.
+        module_fqn: the module whose forward was running, "" for none.
+    """
+
+    kind: str
+    mesh_dim: str
+    op: str
+    call_site: CallSite
+    summed_at: CallSite | None
+    carried: Placement
+    declared: Placement | None
+    counted: tuple[tuple[str, Fraction], ...]
+    after_backward: bool
+    module_fqn: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A parameter that each rank adds to its own term of a sum.
+
+    Attributes:
+        param_fqn: the parameter.
+        mesh_dim: along which the terms are summed.
+        value: how often it goes in on each rank; 1/n is right.
+        grad: how often by autograd's account: less where something was detached.
+    """
+
+    param_fqn: str
+    mesh_dim: str
+    value: Fraction
+    grad: Fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +342,10 @@ class Trace:
         reduce_dtype: the dtype that the job wants gradients reduced in; None where it wants none.
         losses: where backwards began, each place once.
         other_ranks: ranks that were traced as well, one a mesh dim, to know the numbers that differ; () for none.
+        readers: whether the job's own clipping and optimizer were followed.
+        value_doubts: plain values that one device would hardly have, each once.
+        shares: parameters that were added to terms of a sum, each way once.
+        unfollowed: (op, mesh dim, calls) whose results' placements torch's rules do not give without communication.
     """
 
     run: RunRecord
@@ -284,3 +360,7 @@ class Trace:
     reduce_dtype: str | None = None
     losses: tuple[LossRecord, ...] = ()
     other_ranks: tuple[int, ...] = ()
+    readers: bool = False
+    value_doubts: tuple[ValueDoubt, ...] = ()
+    shares: tuple[Share, ...] = ()
+    unfollowed: tuple[tuple[str, str, int], ...] = ()

@@ -9,8 +9,11 @@ import torch
 
 from placement_audit import states
 from placement_audit.collectives import PEER_TO_PEER, CollectiveCall, read_collective
+from placement_audit.dtensor_api import local_of, storage_key
 from placement_audit.ledger import Ledger
 from placement_audit.model import State, StateKind
+from placement_audit.opargs import covers
+from placement_audit.pieces import Piece
 from placement_audit.world import World
 
 Dims = tuple[int, ...] | None
@@ -45,6 +48,7 @@ class Traffic:
         self._calls: dict[Any, tuple[CollectiveCall, Dims]] = {}
         self._results: dict[tuple[int, str, str | None, Dims, bool], int] = {}
         self._sent = ledger.invariant
+        self._landed: set[int] = set()
         self._awaited: list[tuple[torch.Tensor, Dims]] = []
 
     def run(
@@ -80,11 +84,25 @@ class Traffic:
             told: Callable[[int, int], int] | None = None
             if self.on_reduced is not None and sources and result != sid and ledger.is_grad(sid):
                 result, told = self.on_reduced(call, sources[0], sid, result)
+            holders += targets
+            self._landed.update(storage_key(local_of(x)) for x in targets)
+            pieces = self._dealt(call, dims, sources, targets, told, after_backward)
+            if pieces:
+                ledger.lay(targets[0], pieces)
+                continue
             others = self._elsewhere(call, dims, result, told, after_backward)
             for x in targets:
                 ledger.written(x, result, others)
-            holders += targets
         return out, holders
+
+    def lands(self, args: Any) -> bool:
+        """Whether a copy is a collective's own: gloo brings results from memory of its own when they are waited for."""
+        into, source = args[:2]
+        return (
+            isinstance(into, torch.Tensor)
+            and storage_key(local_of(into)) in self._landed
+            and not self._ledger.knows(storage_key(local_of(source)))
+        )
 
     def _read(self, func: Any, args: Any) -> tuple[CollectiveCall, Dims]:
         """The collective and its mesh dims; functional ones name all but their tensor in plain arguments."""
@@ -104,6 +122,24 @@ class Traffic:
         if call.name in PEER_TO_PEER and len(call.ranks) == 1:
             return self._world.dims_to(call.ranks[0])
         return self._world.dims_of_ranks(call.ranks)
+
+    def _dealt(
+        self,
+        call: CollectiveCall,
+        dims: Dims,
+        sources: list[torch.Tensor],
+        targets: list[torch.Tensor],
+        told: Callable[[int, int], int] | None,
+        after_backward: bool,
+    ) -> list[Piece]:
+        """What a reduce-scatter deals out of a buffer of many gradients: each rank gets a piece of each."""
+        if call.name != "reduce_scatter" or len(sources) != 1 or len(targets) != 1 or not covers(targets[0]):
+            return []
+        found = []
+        for a, b, was in self._ledger.laid(sources[0], targets[0].numel() * targets[0].element_size()):
+            after = self._result(call, dims, was, after_backward)
+            found.append((a, b, after if told is None else told(was, after)))
+        return found
 
     def _elsewhere(
         self,

@@ -6,6 +6,7 @@ TOP = """\
 placement-audit [audit] --config FILE [options] [-- torchtitan overrides]
        placement-audit run FILE.py:FUNCTION [options] [-- arguments]
        placement-audit explain PARAMETER --config FILE [options] [-- torchtitan overrides]
+       placement-audit explain PARAMETER --run FILE.py:FUNCTION [options] [-- FUNCTION's arguments]
        placement-audit explain RULE
        placement-audit rules
        placement-audit report SAVED.json [--format FORMAT[:FILE]] ...

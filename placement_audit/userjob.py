@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from placement_audit.dtensor_api import clean_fqn, placement_of, root_mesh, spec
 from placement_audit.errors import IncompleteError, UsageError
 from placement_audit.job import Job
 from placement_audit.model import REPLICATE, Placement
+from placement_audit.reducer import running
 from placement_audit.userstep import Step, updater
 from placement_audit.world import World
 
@@ -45,29 +46,29 @@ def case_of(job: Job) -> Case:
     if not any(p.requires_grad for p in model.parameters()):
         raise IncompleteError(f"audited nothing: {name} has no trainable parameter.")
     given, world = _meshes(job.mesh, model)
-    if model is not job.model and dist.get_backend() == "fake":
-        raise UsageError(
-            f"{name} is in DistributedDataParallel, whose reducer does not run on the fake process group. Audit the "
-            "model inside it, or run on real ranks."
-        )
     names = world.mesh_dim_names or ()
     batch = _placements("batch_placements", job.batch_placements or {}, given, names)
     batch_dims = tuple(d for d in names if d in batch and not batch[d].is_replicate)
     inputs = tuple(_tensors(job.inputs))
     device_type = "meta" if any(p.is_meta for p in model.parameters()) else world.device_type
     made: list[tuple[nn.Module, Any]] = []
+    step = Step(job.step, "step")
+    wrapper = job.model if _is_wrapper(job.model) else None
+    run = running(wrapper, step) if wrapper is not None and dist.get_backend() == "fake" else step
     case = Case(
         name=name,
         model=model,
         mesh=world,
         batch_dims=batch_dims,
         inputs=inputs,
-        step=Step(job.step, "step"),
+        step=run,
         device_type=device_type,
         backend=_backend(device_type),
         reduce_dtype=None if job.reduce_dtype is None else str(job.reduce_dtype).removeprefix("torch."),
         reference=None if job.reference is None else reference_of(job.reference, made),
         update=updater(job.model, job.optimizer, lambda: made[-1] if made else None),
+        wrapper=wrapper,
+        own_readers=job.optimizer is not None,
         declared=_declared(job.declared or {}, model, given, names),
         catching=None if inputs else _catching(job.model, name, bool(batch_dims)),
     )
@@ -80,7 +81,11 @@ def case_of(job: Job) -> Case:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's model inside DistributedDataParallel, whose names begin with "module."."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    return model.module if _is_wrapper(model) else model
+
+
+def _is_wrapper(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
+    return isinstance(model, DistributedDataParallel)
 
 
 def reference_of(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from placement_audit.apart import Met, Stream, Varying, difference, varying
+from placement_audit.apart import Met, Numbers, Stream, Varying, difference, varying
 from placement_audit.case import Case
 from placement_audit.dtensor_api import forget_meshes
 from placement_audit.measure.exchange import gather
@@ -28,17 +28,18 @@ def played(build: Callable[[int], Case], rank: int = 0) -> Case:
         forget_meshes()
         return build(as_rank)
 
-    world, mine, _ = _met(made(rank))
+    numbers: Numbers = {}
+    world, mine, _ = _met(made(rank), numbers)
     differ: dict[int, frozenset[tuple[int, int]]] = {}
     noise: frozenset[tuple[int, int]] | None = None
     notes: list[str] = []
     for d in world.axes:
-        found = difference(mine, _met(made(world.neighbour(d)))[1])
+        found = difference(mine, _met(made(world.neighbour(d)), numbers)[1])
         if found.parted:
             notes.append(told(world.dims[d], found))
         if found.at and noise is None:
             # What differs between two runs of one rank (memory that was never written) is no rank's doing.
-            noise = difference(mine, _met(made(rank))[1]).at
+            noise = difference(mine, _met(made(rank), numbers)[1]).at
         differ[d] = found.at - (noise or frozenset())
     return _knowing(made(rank), varying(mine, differ), notes, world)
 
@@ -77,12 +78,12 @@ def _line(at: dict[int, tuple[int, ...]], rank: int, d: int) -> list[int]:
     return [r for r, c in at.items() if r != rank and (*c[:d], *c[d + 1 :]) == (*here[:d], *here[d + 1 :])]
 
 
-def _met(case: Case) -> tuple[World, Sequence[Met], Any]:
+def _met(case: Case, numbers: Numbers | None = None) -> tuple[World, Sequence[Met], Any]:
     """(world, the ops of one step, what the step returned)."""
     # Once before: what DTensor works out about an op the first time it meets it, it then remembers.
     case.step()
     tracer = Tracer(case)
-    stream = tracer.stream = Stream()
+    stream = tracer.stream = Stream(numbers=numbers)
     loss = tracer.run()
     return tracer.world, stream.met, loss
 

@@ -23,18 +23,19 @@ def run(args: Namespace, talk: Talk) -> int:
         files.write(args, files.ended(explain_param(report, args.what)))
         return 0
 
-    if args.config and args.report:
-        raise UsageError("explain takes --config or --report, not both.")
+    if sum(bool(x) for x in (args.config, args.factory, args.report)) > 1:
+        raise UsageError("explain takes one of --config, --run and --report.")
     if args.report:
         files.check_output(args)
         return finish(files.read_report(args.report))
-    if args.config:
+    if args.config or args.factory:
         return running.run(args, talk, finish)
     try:
         text = rule_text(get_rule(args.what))
     except UnknownRuleError as error:
         raise UsageError(
-            f"{error} To explain a parameter, say of which job: --config FILE, or --report SAVED.json."
+            f"{error} To explain a parameter, say of which job: --config FILE, "
+            "--run FILE.py:FUNCTION or --report SAVED.json."
         ) from error
     files.check_output(args)
     files.write(args, files.ended(text))

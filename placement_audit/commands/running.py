@@ -96,7 +96,7 @@ def _config(args: Namespace) -> AuditConfig:
 
 def _loaded(args: Namespace) -> AuditConfig:
     files.check_output(args)
-    if args.action == "run":
+    if getattr(args, "factory", None):
         from placement_audit.job import config_of
 
         return config_of(

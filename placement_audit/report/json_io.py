@@ -42,6 +42,7 @@ CROSSING_TABLES = {
 """The same for `Boundary.grad`."""
 
 USE_TABLES = {"call_site": "sites", "layout": "layouts", "result": "layouts"}
+UPDATE_TABLES = {"state": "states", "call_site": "sites", "grad_state": "states", "grad_site": "sites"}
 COLLECTIVE_TABLES = {"call_site": "sites"}
 
 Json = dict[str, Any]
@@ -157,6 +158,10 @@ def _intern_trace(raw: Json, trace: Trace, tables: _Tables) -> None:
     for raw_param, param in zip(raw["params"], trace.params, strict=True):
         for raw_use, use in zip(raw_param["uses"], param.uses, strict=True):
             tables.replace(raw_use, use, USE_TABLES)
+        if param.update is not None:
+            tables.replace(raw_param["update"], param.update, UPDATE_TABLES)
+        else:
+            del raw_param["update"]
     for raw_collective, collective in zip(raw["collectives"], trace.collectives, strict=True):
         tables.replace(raw_collective, collective, COLLECTIVE_TABLES)
 
@@ -179,6 +184,8 @@ def _spell_out_trace(raw: Json, tables: dict[str, list[Any]]) -> None:
     for param in raw["params"]:
         for use in param["uses"]:
             _spell_out(use, USE_TABLES, tables)
+        if param.get("update") is not None:
+            _spell_out(param["update"], UPDATE_TABLES, tables)
     for collective in raw["collectives"]:
         _spell_out(collective, COLLECTIVE_TABLES, tables)
 

@@ -55,7 +55,8 @@ def _declared_values(trace: Trace, b: Boundary, dim: int, name: str) -> Iterator
             path=_step(b),
             next_step=f'declare what the value is on "{name}", or all-reduce / all-gather it before',
         )
-    if declared.is_partial and declared.reduce_op == "sum" and kind is StateKind.INVARIANT:
+    complete = kind is StateKind.INVARIANT and name not in b.divided
+    if declared.is_partial and declared.reduce_op == "sum" and complete:
         yield make_finding(
             "PA103",
             param_fqn=b.param_fqn,

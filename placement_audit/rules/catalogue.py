@@ -12,11 +12,13 @@ from placement_audit.rules.texts_hygiene import HYGIENE_RULES
 from placement_audit.rules.texts_loss import LOSS_RULES
 from placement_audit.rules.texts_measured import MEASURED_RULES
 from placement_audit.rules.texts_readers import READER_RULES, SELF_RULES
+from placement_audit.rules.texts_values import VALUE_RULES
 
 RULES: tuple[Rule, ...] = (
     *HYGIENE_RULES,
     *BOUNDARY_RULES,
     *LOSS_RULES,
+    *VALUE_RULES,
     *GRADIENT_RULES,
     *MEASURED_RULES,
     *READER_RULES,

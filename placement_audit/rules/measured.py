@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from placement_audit.measurement import Measurement
 from placement_audit.rules.finding import make_finding
@@ -12,12 +12,27 @@ from placement_audit.weigh import Contradiction
 
 
 def measured_findings(
-    trace: Trace, judgements: Sequence[Judgement], m: Measurement, contradictions: Sequence[Contradiction]
+    trace: Trace,
+    judgements: Sequence[Judgement],
+    m: Measurement,
+    contradictions: Sequence[Contradiction],
+    drifts: Sequence[Finding] = (),
 ) -> Iterator[Finding]:
-    """All findings that come from a measurement alone."""
+    """All findings that come from a measurement alone, and those of ``drifts`` that it does not prove.
+
+    Args:
+        trace: of the step.
+        judgements: on it.
+        m: measured.
+        contradictions: between the two.
+        drifts: replicas that a trace sees updated apart. One step shows the difference only where it is large
+            enough: that a measurement does not see one refutes nothing.
+    """
     yield from _wrong_loss(m)
-    yield from _wrong_normalisation(trace, m)
-    yield from _wrong_updates(judgements, m)
+    yield from _wrong_normalisation(trace, judgements, m)
+    wrong = list(_wrong_updates(judgements, m, {d.param_fqn: d for d in reversed(drifts)}))
+    yield from wrong
+    yield from (d for d in drifts if d.param_fqn not in {w.param_fqn for w in wrong})
     yield from _contradictions(trace, contradictions)
 
 
@@ -40,7 +55,9 @@ def _wrong_loss(m: Measurement) -> Iterator[Finding]:
     )
 
 
-def _wrong_normalisation(trace: Trace, m: Measurement) -> Iterator[Finding]:
+def _wrong_normalisation(trace: Trace, judgements: Sequence[Judgement], m: Measurement) -> Iterator[Finding]:
+    if any(j.verdict is Verdict.LOST_REDUCTION and j.mesh_dim in trace.batch_dims for j in judgements):
+        return  # what was not summed has neither sum nor average
     if m.expected_scale is None or m.grad_scale == m.expected_scale:
         return
     off = m.grad_scale / m.expected_scale
@@ -64,8 +81,10 @@ def _wrong_normalisation(trace: Trace, m: Measurement) -> Iterator[Finding]:
     )
 
 
-def _wrong_updates(judgements: Sequence[Judgement], m: Measurement) -> Iterator[Finding]:
-    """Right gradients that a reader spoiled."""
+def _wrong_updates(
+    judgements: Sequence[Judgement], m: Measurement, drifts: Mapping[str | None, Finding]
+) -> Iterator[Finding]:
+    """Right gradients that a reader spoiled; what a trace knows of it is told with it."""
     if any(j.verdict not in GOOD for j in judgements):
         return  # clipping mixes all gradients: one wrong gradient makes every update wrong
     deferred = {j.param_fqn: j.mesh_dim for j in judgements if j.verdict is Verdict.DEFERRED}
@@ -78,18 +97,21 @@ def _wrong_updates(judgements: Sequence[Judgement], m: Measurement) -> Iterator[
                 continue
             readers = [r for r in m.readers if p.fqn in r.params]
             readers.sort(key=lambda r: r.whole)
+            drift = drifts.get(p.fqn)
             yield make_finding(
                 "PA402",
                 param_fqn=p.fqn,
                 module_fqn=p.fqn.rpartition(".")[0],
-                mesh_dim=deferred.get(p.fqn, ""),
+                mesh_dim=deferred.get(p.fqn, "") if drift is None else drift.mesh_dim,
                 message=f"the gradient is right; the parameter is not after clipping and one step of {what}",
                 expected=f"one device's parameter, within {tolerance:.0e}",
                 observed=f"relative error {error:.2g}",
                 evidence=(
                     Evidence(strength="measured", statement=f"{m.ranks} {m.backend} ranks, {m.dtype}"),
+                    *(() if drift is None else (Evidence(strength="traced", statement=drift.message),)),
                 ),
-                path=tuple(
+                path=(drift.path if drift is not None and not readers else ())
+                + tuple(
                     PathStep(
                         role="reads one rank's term of it"
                         if not r.whole
@@ -100,7 +122,9 @@ def _wrong_updates(judgements: Sequence[Judgement], m: Measurement) -> Iterator[
                     )
                     for r in readers
                 ),
-                next_step="a reader takes the local part of an incomplete gradient; give it the full one",
+                next_step="a reader takes the local part of an incomplete gradient; give it the full one"
+                if drift is None
+                else drift.next_step,
             )
             break
 

@@ -76,6 +76,44 @@ or declare gradients so that none is left Partial.""",
     links=(Link(ref="pytorch/torchtitan#2217", about="norm gradients left Partial under tp alone"),),
 )
 
+REPLICAS_DRIFT = Rule(
+    id="PA403",
+    name="replicas-drift",
+    severity=Severity.ERROR,
+    needs="traced",
+    summary="The gradient is right, and its readers update each replica of the parameter with another value.",
+    why="""\
+A replicated parameter stays replicated as long as every rank applies the same update. One rank's term
+of a gradient that is left Partial, or a total norm that was taken over this rank's shards alone, is
+another number on each rank. The replicas drift apart, a little more at each step, while the loss falls:
+from then on the model is none that any one device could hold, and a checkpoint keeps one rank's.""",
+    how_judged="""\
+The job's own clipping and optimizer run once, after the step and traced like it; so does what runs
+inside a watched step. A parameter that is Replicate along a mesh dim, and was written with a value that
+varies along it, is reported at the line that wrote it. Where a gradient was complete when backward
+returned and something made it each rank's own, that line is the cause. Not judged along a mesh dim
+where any gradient is itself wrong, for clipping mixes them all; Python numbers (`.item()`) are not
+followed.""",
+    bad="""\
+# p.grad is Partial on tp
+p.to_local().sub_(lr * p.grad.to_local())
+
+# the squares of this rank's shards, summed over no rank
+norm = torch.stack([g.square().sum() for g in local_grads]).sum().sqrt()""",
+    good="""\
+p.to_local().sub_(lr * p.grad.redistribute(placements=p.placements).to_local())
+
+squares = torch.stack([g.square().sum() for g in sharded_grads]).sum()
+dist.all_reduce(squares, group=tp)""",
+    fix="""\
+Let readers see what is the same on all ranks: redistribute `.grad` to the parameter's placements,
+reduce a norm over every mesh dim that shards are spread over (and count what is replicated there once).""",
+    links=(
+        Link(ref="pytorch/torchtitan#2217", about="norm gradients left Partial under tp alone"),
+        Link(ref="NVIDIA-NeMo/RL#3788", about="a total norm taken over local parts"),
+    ),
+)
+
 EVIDENCE_DISAGREES = Rule(
     id="PA901",
     name="evidence-disagrees",
@@ -100,5 +138,5 @@ Please report it, with the JSON report (`--format json`): it holds the whole tra
 the measured verdict: it compares values with a single-process reference.""",
 )
 
-READER_RULES = (DEFERRED_REDUCTION, WRONG_UPDATE)
+READER_RULES = (DEFERRED_REDUCTION, WRONG_UPDATE, REPLICAS_DRIFT)
 SELF_RULES = (EVIDENCE_DISAGREES,)

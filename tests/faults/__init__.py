@@ -1,6 +1,13 @@
 """A public benchmark of seeded faults: small programs in right and wrong variants, with their numeric truth."""
 
-from tests.faults import biases_and_losses, data_parallel, dtensor_boundaries, plain_tensors, readers
+from tests.faults import (
+    biases_and_losses,
+    data_parallel,
+    dtensor_boundaries,
+    plain_tensors,
+    plain_values,
+    readers,
+)
 
 FAMILIES = (
     *dtensor_boundaries.FAMILIES,
@@ -8,6 +15,7 @@ FAMILIES = (
     *data_parallel.FAMILIES,
     *readers.FAMILIES,
     *plain_tensors.FAMILIES,
+    *plain_values.FAMILIES,
 )
 
 BY_NAME = {f.name: f for f in FAMILIES}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from placement_audit import Job
+from placement_audit.verdicts import Verdict
 from tests.faults.family import (
     RIGHT,
     Bag,
@@ -20,6 +24,7 @@ from tests.faults.family import (
     Family,
     P,
     R,
+    Wrong,
     doubled,
     draw,
     laid_out,
@@ -410,4 +415,181 @@ COARSE_WITHIN = Family(
     measured=False,
 )
 
-FAMILIES = (BY_HAND, LOCAL_PART, BUFFER, LABELLED, TOKENS, COARSE, COARSE_WITHIN)
+
+# --------------------------------------------------------------------------- torch's own reducer
+
+
+class _Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(draw("w", H, D))
+        self.bias = nn.Parameter(draw("bias", H))
+        self.gain = nn.Parameter(1 + draw("gain", H))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.w, self.bias) * self.gain
+
+
+def _summed(group, bucket):  # torch looks at annotations
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _left_alone(_group, bucket):
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+_HOOKS = {
+    "sum hook": _summed,
+    "average hook": default_hooks.allreduce_hook,
+    "hook without a reduction": _left_alone,
+}
+
+
+def _reducer(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", 2 * N, T, D, scale=1), draw("y", 2 * N, T, H)
+    group = mesh.get_group("dp")
+    model = DistributedDataParallel(
+        _Affine(),
+        process_group=group,
+        gradient_as_bucket_view="views" in variant,
+        bucket_cap_mb=1e-4 if "many buckets" in variant else None,
+    )
+    hook = next((h for name, h in _HOOKS.items() if name in variant), None)
+    if hook is not None:
+        model.register_comm_hook(group, hook)
+
+    def loss_of(m: Any, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        off = (m(rows) - wanted).square()
+        return off.sum() / y.numel() if "global mean" in variant else off.mean()
+
+    def step() -> None:
+        own = list(zip(mine(x, mesh, "dp").chunk(4), mine(y, mesh, "dp").chunk(4), strict=True))
+        weight = 1 if "global mean" in variant else 1 / 4
+        for i, batch in enumerate(own):
+            last = i == len(own) - 1
+            apart = not (last or "each time" in variant) or "never" in variant
+            with model.no_sync() if apart else nullcontext():
+                (loss_of(model, *batch) * weight).backward()
+        if "again" in variant:
+            for p in model.parameters():
+                p.grad.div_(mesh.size())
+
+    whole = _Affine()
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        reference=lambda: (whole, lambda: loss_of(whole, x, y)),
+    )
+
+
+_ALL = ("w", "bias", "gain")
+_OFF = dict.fromkeys(
+    _ALL,
+    Wrong(on="dp", traced=(Verdict.WRONG_SCALE,), measured=(Verdict.WRONG_GRADIENT, Verdict.WRONG_SCALE)),
+)
+
+REDUCER = Family(
+    name="DistributedDataParallel",
+    about="its reducer averages, over micro-batches and views of buckets alike, unless a hook makes it something else",
+    mesh={"dp": 2},
+    variants={
+        "own mean, averaged": RIGHT,
+        "own mean, averaged each time": RIGHT,
+        "own mean, averaged in views": RIGHT,
+        "own mean, averaged each time in views": RIGHT,
+        "own mean, averaged each time in many buckets": RIGHT,
+        "own mean, average hook": RIGHT,
+        "own mean, average hook each time": RIGHT,
+        "global mean, sum hook": RIGHT,
+        "global mean, averaged": Expect(scale=0.5, rules=("PA209",)),
+        "own mean, averaged, and again by hand": Expect(scale=0.5, gradients=_OFF, rules=("PA209",)),
+        "global mean, sum hook each time": Expect(gradients=_OFF),
+        "own mean, never synchronised": Expect(gradients=lost(*_ALL, on="dp")),
+        "own mean, hook without a reduction": Expect(gradients=lost(*_ALL, on="dp")),
+    },
+    job=_reducer,
+)
+
+
+# --------------------------------------------------------------------------- a lost sum within FSDP2
+
+
+class _Within(nn.Module):
+    """As `_Normed`, with a second norm that sees whole rows; DTensor is left by hand."""
+
+    def __init__(self, mesh: DeviceMesh, label: Any) -> None:
+        super().__init__()
+        self.tp, self.label = mesh["tp"], label
+        self.whole = laid_out(1 + draw("whole", D), self.tp, R)
+        self.w = laid_out(draw("w", H, D), self.tp, Shard(0))
+        self.norm = laid_out(1 + draw("norm", D), self.tp, R)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = mine(
+            F.rms_norm(on(x, self.tp, R), (D,), self.whole).to_local(grad_placements=[P]), self.tp, "tp", 1
+        )
+        rows = F.rms_norm(rows, (D,), self.norm.to_local(grad_placements=self.label))
+        return F.linear(on(rows, self.tp, Shard(1)).redistribute(placements=[R]), self.w).full_tensor()
+
+
+class _Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(1 + draw("whole", D))
+        self.w = nn.Parameter(draw("w", H, D))
+        self.norm = nn.Parameter(1 + draw("norm", D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.rms_norm(F.rms_norm(x, (D,), self.whole), (D,), self.norm), self.w)
+
+
+def _within(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", N, T, D), draw("y", N, T, H)
+    model = _Within(mesh, [P] if "declared" in variant else None)
+    dtype = torch.float64 if "float64" in variant else None
+    fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+
+    def step() -> None:
+        batches = list(zip(mine(x, mesh, "dp").chunk(2), mine(y, mesh, "dp").chunk(2), strict=True))
+        for i, (rows, wanted) in enumerate(batches):
+            model.set_requires_gradient_sync(i == len(batches) - 1 or "each time" in variant)
+            ((model(rows) - wanted).square().mean() / 2).backward()
+
+    def update(m: nn.Module) -> torch.optim.Optimizer:
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+        return torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+    whole = _Whole()
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        optimizer=update if "declared" in variant else None,  # clipping would spread a fault
+        reference=lambda: (whole, lambda: (whole(x) - y).square().mean()),
+    )
+
+
+WITHIN = Family(
+    name="a norm within FSDP2",
+    about="FSDP2 packs gradients of different parameters into one buffer, among them one that tp has not summed",
+    mesh={"dp": 2, "tp": 2},
+    variants={
+        "declared": RIGHT,
+        "declared, each time": RIGHT,
+        "declared, reduced in float64": RIGHT,
+        "bare": Expect(gradients=lost("norm")),
+        "bare, each time": Expect(gradients=lost("norm")),
+        "bare, reduced in float64": Expect(gradients=lost("norm")),
+    },
+    job=_within,
+)
+
+FAMILIES = (BY_HAND, LOCAL_PART, BUFFER, LABELLED, TOKENS, COARSE, COARSE_WITHIN, REDUCER, WITHIN)

@@ -45,6 +45,7 @@ class Expect:
     Attributes:
         gradients: parameter -> what is wrong with its gradient.
         updates: parameters that are wrong after a step of the optimizer, though their gradients are right.
+        drifts: those of them of which a trace sees that the ranks' replicas part.
         scale: every gradient is this many times what the loss calls for; 1 for right.
         forward: the loss differs from one device's.
         rules: findings to expect that are no matter of one parameter, or mere notes.
@@ -52,6 +53,7 @@ class Expect:
 
     gradients: Mapping[str, Wrong] = field(default_factory=dict)
     updates: frozenset[str] = frozenset()
+    drifts: frozenset[str] = frozenset()
     scale: float = 1.0
     forward: bool = False
     rules: tuple[str, ...] = ()

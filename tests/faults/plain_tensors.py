@@ -289,10 +289,7 @@ LATENT = Family(
     variants={
         "above the split": RIGHT,
         "below the split": Expect(gradients=mixed("down")),
-        # Rows that are whole beside rows that are terms: to a trace each rank has its own part of them all.
-        "below, then all summed": Expect(
-            gradients={"down": Wrong(on="tp", measured=(Verdict.WRONG_GRADIENT, Verdict.WRONG_SCALE))}
-        ),
+        "below, then all summed": Expect(gradients=mixed("down")),
     },
     job=_latent,
 )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from placement_audit import Job
 from placement_audit.dtensor_api import local_of
 from tests.faults.family import RIGHT, Bag, Expect, Family, R, draw, laid_out, mine, on, one_device
+from tests.faults.functions import Copy, Reduce
 
 T, D, H = 8, 6, 8
 
@@ -53,7 +54,34 @@ def _optimizer(mesh: DeviceMesh, variant: str) -> Job:
             g = p.grad
             if variant == "of its whole" and isinstance(g, DTensor):
                 g = g.redistribute(placements=p.placements)
-            local_of(p).sub_(g.to_local() if isinstance(g, DTensor) else g, alpha=0.1)
+            own = g.to_local() if isinstance(g, DTensor) else g
+            mine = local_of(p)
+            match variant if isinstance(g, DTensor) and p.placements != g.placements else "":
+                case "of its own term, reduced by hand":
+                    own = own.clone()
+                    dist.all_reduce(own, group=mesh.get_group("tp"))
+                    mine.sub_(own, alpha=0.1)
+                case "of its own term, foreach":
+                    torch._foreach_add_([mine], [own], alpha=-0.1)
+                case "of its own term, fused":
+                    torch._fused_sgd_(
+                        [mine], [own], [], weight_decay=0, momentum=0, lr=0.1, dampening=0, nesterov=False,
+                        maximize=False, is_first_step=True,
+                    )  # fmt: skip
+                case "of its own term, by momentum":
+                    moment = torch.zeros_like(own)
+                    moment.mul_(0.9).add_(own)
+                    mine.add_(moment, alpha=-0.1)
+                case "of one rank's term":
+                    own = own.clone()
+                    dist.broadcast(own, 0, group=mesh.get_group("tp"))
+                    mine.sub_(own, alpha=0.1)
+                case "of its own term, averaged after":
+                    mine.sub_(own, alpha=0.1)
+                    dist.all_reduce(mine, group=mesh.get_group("tp"))
+                    mine.div_(mesh.size())
+                case _:
+                    mine.sub_(own, alpha=0.1)
 
     made: dict[str, Callable[[nn.Module], Any]] = {
         "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, foreach=False),
@@ -63,6 +91,8 @@ def _optimizer(mesh: DeviceMesh, variant: str) -> Job:
     }
     return _model(mesh, made.get(variant, by_hand))
 
+
+_DRIFTS = Expect(updates=frozenset({"norm"}), drifts=frozenset({"norm"}))
 
 OPTIMIZER = Family(
     name="optimizer on a gradient left Partial",
@@ -74,7 +104,14 @@ OPTIMIZER = Family(
         "adamw fused": RIGHT,
         "sgd with momentum": RIGHT,
         "of its whole": RIGHT,
-        "of its own term": Expect(updates=frozenset({"norm"})),
+        "of its own term, reduced by hand": RIGHT,
+        "of its own term": _DRIFTS,
+        "of its own term, foreach": _DRIFTS,
+        "of its own term, fused": _DRIFTS,
+        "of its own term, by momentum": _DRIFTS,
+        "of one rank's term": _DRIFTS,
+        # Equal on all ranks in the end, and too small: only numbers tell.
+        "of its own term, averaged after": Expect(updates=frozenset({"norm"})),
     },
     job=_optimizer,
 )
@@ -120,6 +157,74 @@ CLIPPING = Family(
         "squares of terms": Expect(updates=frozenset({"norm", "w"})),
     },
     job=_clipping,
+)
+
+
+# --------------------------------------------------------------------------- clipping of plain tensors
+
+
+def _plain_clipping(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", T, D, scale=1), draw("y", T, H)
+    values = {"gain": 1 + draw("gain", D), "w": draw("w", H, D)}
+    model = Bag(gain=values["gain"], w=mine(values["w"], mesh, "tp"))
+    group = mesh.get_group("tp")
+
+    def step() -> torch.Tensor:
+        out = F.linear(Copy.apply(x * model.gain, group), model.w)
+        return Reduce.apply((out - mine(y, mesh, "tp", 1)).square().sum() / y.numel(), group)
+
+    def norm_of(m: Any) -> torch.Tensor:
+        if variant == "own norm":
+            return torch.nn.utils.get_total_norm([m.gain.grad, m.w.grad])
+        shards, replicated = m.w.grad.square().sum(), m.gain.grad.square().sum()
+        if variant == "own norm, averaged":
+            total = (shards + replicated).sqrt()
+            dist.all_reduce(total, group=group)
+            return total / mesh.size()
+        dist.all_reduce(shards, group=group)
+        return (shards + replicated).sqrt()
+
+    @torch.no_grad()
+    def clip_and_step(m: Any) -> Any:
+        params = list(m.parameters())
+        if m is not model:
+            torch.nn.utils.clip_grad_norm_(params, 0.1)
+        elif variant == "torch's own":
+            torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True)
+        elif variant == "torch's own, one by one":
+            torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=False)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(params, 0.1, norm_of(m))
+        return torch.optim.SGD(params, lr=0.1)
+
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        declared={"w": {"tp": Shard(0)}},
+        optimizer=clip_and_step,
+        reference=one_device(
+            Bag(**values), lambda m: (F.linear(x * m.gain, m.w) - y).square().mean(), clip_and_step
+        ),
+    )
+
+
+_CLIPPED_APART = Expect(updates=frozenset({"gain", "w"}), drifts=frozenset({"gain"}))
+
+PLAIN_CLIPPING = Family(
+    name="clipping of plain tensors",
+    about="a total norm over this rank's shards alone clips the same gradient by another factor on each rank",
+    mesh={"tp": 2},
+    variants={
+        "squares of shards reduced": RIGHT,
+        "own norm": _CLIPPED_APART,
+        "torch's own": _CLIPPED_APART,
+        "torch's own, one by one": _CLIPPED_APART,
+        # The same on all ranks, and not the norm.
+        "own norm, averaged": Expect(updates=frozenset({"gain", "w"})),
+    },
+    job=_plain_clipping,
 )
 
 
@@ -178,4 +283,4 @@ MUON = Family(
     job=_muon,
 )
 
-FAMILIES = (OPTIMIZER, CLIPPING, MUON)
+FAMILIES = (OPTIMIZER, CLIPPING, PLAIN_CLIPPING, MUON)

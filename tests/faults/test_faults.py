@@ -18,6 +18,9 @@ ITEMS = [(f, v) for f in FAMILIES for v in f.variants]
 MEASURED = [(f, v) for f, v in ITEMS if f.measured]
 TRACED = [(f, v) for f, v in ITEMS if f.fake]
 
+VALUES = ("PA107", "PA108", "PA109", "PA110")
+"""Of values that one device would hardly have."""
+
 
 def ids(item: object) -> str | None:
     return item.name.replace(" ", "-") if isinstance(item, Family) else str(item).replace(" ", "-")
@@ -66,8 +69,14 @@ def test_traced(family: Family, variant: str, no_group: None) -> None:
     for name, wrong in seen.items():
         assert named(report, name)[wrong.on] in wrong.traced, name
     assert accused(report) == set(seen)
-    assert errors(report) <= {"PA201", "PA202", "PA203", "PA204", "PA206", "PA301", "PA302"}
-    assert report.outcome is (Outcome.FINDINGS if seen else Outcome.CLEAN)
+    known = {"PA107", "PA201", "PA202", "PA203", "PA204", "PA206", "PA301", "PA302", "PA403"}
+    assert errors(report) <= known
+    values = {r for r in expect.rules if r in VALUES}
+    assert {f.rule_id for f in report.findings if f.rule_id in VALUES} == values
+    assert {f.param_fqn for f in report.findings if f.rule_id == "PA403"} == expect.drifts
+    assert report.outcome is (
+        Outcome.FINDINGS if seen or expect.drifts or "PA107" in values else Outcome.CLEAN
+    )
     noted = {f.rule_id for f in report.findings if f.rule_id.startswith("PA5")}
     assert noted == {r for r in expect.rules if r.startswith("PA5")}
     assert report.blind_spots, "a trace is never a clean bill"
@@ -88,6 +97,9 @@ def test_measured(family: Family, variant: str, measured: dict[Item, Report | st
         }
     assert {f.param_fqn for f in report.findings if f.rule_id == "PA402"} == expect.updates
     assert ("PA208" in errors(report)) is expect.forward
+    assert {f.rule_id for f in report.findings if f.rule_id in VALUES} == {
+        r for r in expect.rules if r in VALUES
+    }
     assert ("PA209" in errors(report)) is ("PA209" in expect.rules)
     assert report.exit_status == (0 if expect.right else 1)
 

@@ -57,7 +57,8 @@ def truth_of(job: Job, mesh: DeviceMesh) -> Truth:
     their_step().backward()
     reference = dict(theirs.named_parameters())
     errors, multiples = {}, {}
-    for name, p in job.model.named_parameters():
+    ours = getattr(job.model, "module", job.model)  # in DistributedDataParallel
+    for name, p in ours.named_parameters():
         g, r = p.grad, reference[name].grad
         if g is None or r is None:
             errors[name] = 0.0 if g is r else float("inf")
@@ -73,7 +74,7 @@ def truth_of(job: Job, mesh: DeviceMesh) -> Truth:
         before = {n: p.detach().clone() for n, p in reference.items()}
         _step(job.optimizer, job.model)
         _step(rest[0] if rest else job.optimizer, theirs)
-        for name, p in job.model.named_parameters():
+        for name, p in ours.named_parameters():
             full, r = whole(p, job, name, mesh).double(), reference[name].detach().double()
             updates[name] = _worst(((full - r).norm() / (r - before[name].double()).norm()).item())
     return Truth(errors=errors, multiples=multiples, updates=updates)

@@ -350,7 +350,8 @@ def test_a_dtensor_is_not_declared() -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (3, "returned an int; expected a placement_audit.Job, or a dict"),
+        (3, "returned an int; expected a placement_audit.Job, (model, step, mesh), or a dict"),
+        ((1, 2, 3, 4), "returned a tuple; expected"),
         (None, "returned None; expected"),
         ({"model": 1, "steps": 2}, "unknown key 'steps'. Did you mean 'step'?"),
         ({"model": 1}, "returned a dict without 'step'."),
@@ -360,6 +361,17 @@ def test_a_factory_that_makes_no_job(made: object, message: str) -> None:
     with pytest.raises(AuditError) as told:
         audit_factory(lambda: made)
     assert message in told.value.message
+
+
+def test_a_factory_may_return_model_step_and_mesh() -> None:
+    def build() -> tuple[Any, Any, Any]:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        model, x = nn.Linear(4, 4), torch.randn(2, 4)
+        return model, lambda: model(x).sum().backward(), mesh
+
+    report = audit_factory(build, world_size=4)
+    assert report.trace.mesh.shape == (4,)
+    assert {(j.param_fqn, j.verdict) for j in report.judgements} == {("weight", "ok"), ("bias", "ok")}
 
 
 def test_importing_the_package_imports_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -117,31 +118,47 @@ def test_varying_declared_replicate() -> None:
     assert verdict(report) is Verdict.LOST_REDUCTION
 
 
-def test_invariant_declared_partial_is_for_values_to_decide() -> None:
+@pytest.mark.parametrize(("by", "told"), [(1, ["PA103"]), (2, []), (4, ["PA103"])])
+def test_invariant_declared_partial_is_for_values_to_decide(by: int, told: list[str]) -> None:
     def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        y = DTensor.from_local(x * m.w.to_local(grad_placements=[P]) / 2, mesh, [P])
+        y = DTensor.from_local(x * m.w.to_local(grad_placements=[P]) / by, mesh, [P])
         return y.full_tensor().square().sum()
 
     report = run(w_replicate, loss)
     assert verdict(report) is Verdict.NOT_JUDGED
-    assert [f.rule_id for f in report.findings if f.severity != "note"] == ["PA103"]
+    assert [f.rule_id for f in report.findings if f.severity != "note"] == told
     assert report.exit_status == 3, "the only parameter was not judged: that is no clean bill"
 
 
-def test_a_bias_divided_by_tp_before_a_partial_is_for_values_to_decide() -> None:
-    """Right with one label, wrong with the other (corpus 07): a trace must not guess."""
+@pytest.mark.parametrize(
+    ("label", "by", "hidden", "expected"),
+    [
+        (None, 2, False, Verdict.WRONG_SCALE),
+        (P, 2, False, Verdict.DEFERRED),
+        (None, 2, True, Verdict.OK),
+        (P, 2, True, Verdict.DOUBLE_REDUCTION),
+        (None, 4, False, Verdict.NOT_JUDGED),
+        (None, 1, False, Verdict.NOT_JUDGED),
+    ],
+)
+def test_a_bias_added_to_a_term_is_judged_where_it_was_divided_by_the_ranks(
+    label: Any, by: int, hidden: bool, expected: Verdict
+) -> None:
+    """Right with one label, wrong with the other, as autograd knows of the division or not (corpus 07)."""
 
     def build(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
         return {"w": on_tp(torch.randn(4, 4), mesh, S0), "b": on_tp(torch.randn(4), mesh, R)}
 
     def loss(m: Bag, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         mine = DTensor.from_local(x, mesh, [R]).redistribute(placements=[Shard(1)]).to_local()
-        y = mine @ m.w.to_local() + m.b.to_local() / 2
+        b = m.b.to_local(grad_placements=None if label is None else [label])
+        b = b + (b / by - b).detach() if hidden else b / by
+        y = mine @ m.w.to_local() + b
         return DTensor.from_local(y, mesh, [P]).full_tensor().square().sum()
 
     report = run(build, loss)
     assert verdict(report, "w") is Verdict.OK
-    assert verdict(report, "b") is Verdict.NOT_JUDGED
+    assert verdict(report, "b") is expected
 
 
 @pytest.mark.parametrize(("label", "fits"), [(Shard(1), True), (S0, False), (R, False), (P, False)], ids=str)

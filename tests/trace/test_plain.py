@@ -90,7 +90,8 @@ def test_swapped_f_and_g_are_told_apart_from_right_ones() -> None:
 
 def test_a_row_parallel_weight_whose_sum_is_left_out_is_told_at_the_loss() -> None:
     """Each rank goes on with its term: no gradient's label is false, and the forward is wrong."""
-    (finding,) = ffn(Copy, Copy).findings
+    finding, applied = sorted(ffn(Copy, Copy).findings, key=lambda f: f.rule_id)
+    assert applied.rule_id == "PA108", "and squared, as no term may be"
     assert (finding.rule_id, finding.severity, finding.mesh_dim) == ("PA106", Severity.WARNING, "tp")
     assert "down, sharded on it, reaches the loss" in finding.evidence[0].statement
     assert finding.path[0].call_site.function == "<lambda>"

@@ -25,6 +25,10 @@ SEVERITIES = {
     "PA104": ("wrong-grad-placement", Severity.ERROR),
     "PA105": ("reduced-twice-in-forward", Severity.NOTE),
     "PA106": ("varying-loss", Severity.NOTE),
+    "PA107": ("counted-per-rank", Severity.ERROR),
+    "PA108": ("applied-to-a-term", Severity.WARNING),
+    "PA109": ("declared-otherwise", Severity.WARNING),
+    "PA110": ("mean-of-unequal-parts", Severity.WARNING),
     "PA201": ("lost-reduction", Severity.ERROR),
     "PA202": ("double-reduction", Severity.ERROR),
     "PA203": ("wrong-scale", Severity.ERROR),
@@ -36,6 +40,7 @@ SEVERITIES = {
     "PA209": ("wrong-normalisation", Severity.ERROR),
     "PA401": ("deferred-reduction", Severity.NOTE),
     "PA402": ("wrong-update", Severity.ERROR),
+    "PA403": ("replicas-drift", Severity.ERROR),
     "PA501": ("reduction-dtype", Severity.NOTE),
     "PA901": ("evidence-disagrees", Severity.ERROR),
 }

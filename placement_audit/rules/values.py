@@ -1,0 +1,162 @@
+"""PA107 to PA110: plain values that one device would hardly have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from placement_audit.measurement import Measurement
+from placement_audit.rules.finding import make_finding
+from placement_audit.tracing import Trace, ValueDoubt
+from placement_audit.verdicts import Evidence, Finding, PathStep, Severity
+from placement_audit.weigh import Contradiction
+
+
+def value_findings(trace: Trace, m: Measurement | None, *, update_off: bool) -> Iterator[Finding]:
+    """All of a trace; numbers decide where there are any.
+
+    Args:
+        trace: of the step.
+        m: measured.
+        update_off: a parameter was measured wrong after clipping and a step although its gradient was right.
+    """
+    for x in trace.value_doubts:
+        if m is not None and not (update_off if x.after_backward else _loss_off(m)):
+            continue
+        match x.kind:
+            case "added":
+                yield _counted(trace, x, sure=_sure(trace, x) or m is not None)
+            case "applied":
+                yield _applied(trace, x)
+            case "averaged":
+                yield _averaged(x)
+            case _:
+                yield _declared(x)
+
+
+def wrong_forward(trace: Trace) -> str | None:
+    """Why no gradient is one device's, by the trace alone: a sentence; None where nothing says so."""
+    for x in trace.value_doubts:
+        if x.kind == "added" and not x.after_backward and _sure(trace, x):
+            return f"the forward counts {_names(x)} on each rank ({x.call_site}), so that no gradient is one device's"
+    return None
+
+
+def value_contradictions(trace: Trace, m: Measurement) -> Iterator[Contradiction]:
+    """What the trace is sure of, and the loss does not show."""
+    for x in trace.value_doubts:
+        if x.kind == "added" and not x.after_backward and _sure(trace, x) and not _loss_off(m):
+            yield Contradiction(
+                mesh_dim=x.mesh_dim,
+                traced=f"{_names(x)} is counted on each rank at {x.call_site}",
+                measured=f"the loss is right within {m.tolerance:.0e}",
+            )
+
+
+def _loss_off(m: Measurement) -> bool:
+    return m.loss_error > m.tolerance
+
+
+def _sure(trace: Trace, x: ValueDoubt) -> bool:
+    """Another rank adds the same, whole: no number that divides it could have been missed."""
+    return bool(trace.other_ranks) and any(abs(n) == 1 for _, n in x.counted)
+
+
+def _names(x: ValueDoubt) -> str:
+    named = [fqn for fqn, _ in x.counted if fqn]
+    return ", ".join(named) or "a complete value"
+
+
+def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
+    size = trace.mesh.size(x.mesh_dim)
+    (_, n), *more = x.counted
+    often = f"{abs(n) * size} times" if not more else "not once"
+    named = [fqn for fqn, _ in x.counted if fqn]
+    what = "gradients" if x.after_backward else "the forward"
+    steps = [PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1)]
+    if x.summed_at is not None:
+        steps.append(PathStep(role="sums the terms", kind="sum", call_site=x.summed_at, boundary=-1))
+    return make_finding(
+        "PA107",
+        param_fqn=named[0] if len(named) == 1 else None,
+        module_fqn=x.module_fqn,
+        mesh_dim=x.mesh_dim,
+        message=f'{_names(x)} is added to each "{x.mesh_dim}" rank\'s term of a sum, and counted {often}',
+        expected=f"once: added after the sum, or divided by {size}",
+        observed=f"each of the {size} ranks adds it, then the ranks are summed: {often}",
+        evidence=(
+            Evidence(
+                strength="traced",
+                statement=f"in {what}, {x.op} adds a value that is equal on the {size} ranks to one that is "
+                f'{x.carried} on "{x.mesh_dim}" by torch\'s sharding rules',
+            ),
+        ),
+        path=tuple(steps),
+        next_step="add it after the reduction"
+        if sure
+        else "add it after the reduction; values decide where only some ranks add it: run with --measure",
+        severity=None if sure else Severity.WARNING,
+    )
+
+
+def _applied(trace: Trace, x: ValueDoubt) -> Finding:
+    size = trace.mesh.size(x.mesh_dim)
+    of = "gradients" if x.after_backward else "values"
+    return make_finding(
+        "PA108",
+        param_fqn=None,
+        module_fqn=x.module_fqn,
+        mesh_dim=x.mesh_dim,
+        message=f'{x.op} is applied to {of} of which each of the {size} "{x.mesh_dim}" ranks holds one term',
+        expected="the terms summed first",
+        observed=f'{x.carried} on "{x.mesh_dim}"',
+        evidence=(
+            Evidence(
+                strength="traced",
+                statement=f"torch's sharding rule of {x.op} wants the terms summed; no collective over "
+                f'"{x.mesh_dim}" came since they arose',
+            ),
+        ),
+        path=(PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1),),
+        next_step="reduce before; or let values decide: run with --measure",
+    )
+
+
+def _declared(x: ValueDoubt) -> Finding:
+    return make_finding(
+        "PA109",
+        param_fqn=None,
+        module_fqn=x.module_fqn,
+        mesh_dim=x.mesh_dim,
+        message=f'from_local declares {x.declared} on "{x.mesh_dim}" a value that is {x.carried}',
+        expected=str(x.carried),
+        observed=str(x.declared),
+        evidence=(
+            Evidence(
+                strength="traced",
+                statement="followed through the plain ops that made it, by torch's sharding rules",
+            ),
+        ),
+        path=(PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1),),
+        next_step="declare what it is and redistribute; or let values decide: run with --measure",
+    )
+
+
+def _averaged(x: ValueDoubt) -> Finding:
+    return make_finding(
+        "PA110",
+        param_fqn=None,
+        module_fqn=x.module_fqn,
+        mesh_dim=x.mesh_dim,
+        message=f'{x.op} is taken over parts that are not of one size on the "{x.mesh_dim}" ranks',
+        expected="a sum, divided by the number of elements of the whole",
+        observed=f"{x.carried}, in parts of different sizes: an element of a small part weighs more",
+        evidence=(
+            Evidence(
+                strength="traced",
+                statement=f'the whole does not divide by the ranks of "{x.mesh_dim}"; the mean of each rank\'s part '
+                "is no term of the mean",
+            ),
+        ),
+        path=(PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1),),
+        next_step="sum, and divide by the whole's number; or let values decide: run with --measure",
+    )
