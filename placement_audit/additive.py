@@ -20,8 +20,8 @@ _TRIALS = 16
 """Of a function like relu half the trials show nothing."""
 
 
-def additive(func: Any, args: Any, kwargs: Any, terms: Collection[int]) -> bool:
-    """Whether an op is additive; true where it can't be tried.
+def additive(func: Any, args: Any, kwargs: Any, terms: Collection[int]) -> bool | None:
+    """Whether an op is additive; None where it can't be tried.
 
     Args:
         func: the op.
@@ -33,7 +33,7 @@ def additive(func: Any, args: Any, kwargs: Any, terms: Collection[int]) -> bool:
     given = flat(list(args))
     pointwise = torch.Tag.pointwise in func.tags
     if any(x.is_complex() or (x.numel() > _LARGEST and not pointwise) for x in given):
-        return True
+        return None
 
     def drawn(x: torch.Tensor) -> torch.Tensor:
         shape = x.shape if x.numel() <= _LARGEST else (1,) * x.dim()
@@ -54,7 +54,7 @@ def additive(func: Any, args: Any, kwargs: Any, terms: Collection[int]) -> bool:
                 if not all(torch.allclose(x + y, z, equal_nan=True) for x, y, z in results):
                     return False
         except Exception:  # whatever it does not take, it was not tried
-            return True
+            return None
     return True
 
 

@@ -63,6 +63,24 @@ class Carry:
         """Whether anything is known of any tensor."""
         return bool(self._at) or self._makings.any
 
+    def of_readers(self, params: Iterable[tuple[torch.Tensor, Layout | None]]) -> Carry:
+        """Another one for the gradients' readers, which shares this one's doubts.
+
+        Args:
+            params: each with its gradient's layout; None for a plain one, which is laid out like the parameter.
+        """
+        new = Carry(self._ledger, self._world, {})
+        new.doubts.found, new.doubts.of_readers = self.doubts.found, True
+        for p, layout in params:
+            if p.grad is None:
+                continue
+            local, own = local_of(p.grad), self._get(p)
+            if layout is not None:
+                new.localised(local, layout, p.grad.shape)
+            elif own is not None:
+                new._put(local, own)
+        return new
+
     # ---- where plain tensors come from
 
     def localised(self, x: torch.Tensor, src: Layout, whole: Sequence[int] = ()) -> None:
@@ -148,7 +166,9 @@ class Carry:
                 continue
             zero = [s[d].kind is StateKind.ZERO for s in states]
             given = [REPLICATE if c is None else c.placement for c in held]
-            implied = self._rules.of(func, ranks, args, kwargs, given, outs, passes_on=traits.passes_on)
+            implied = self._rules.of(
+                func, ranks, args, kwargs, given, outs, passes_on=traits.passes_on, adds=traits.adds
+            )
             columns.append(self._column(func, traits, d, args, kwargs, ins, held, zero, implied, outs))
         return list(zip(*columns, strict=True))
 
@@ -168,12 +188,19 @@ class Carry:
         """What comes out along one mesh dim."""
         if traits.subtracts and len(ins) == 2 and _same(*ins):
             return (None,) * len(outs)  # nothing, for the sake of its derivative
+        broken = next((c for c in held if c is not None and c.broken is not None), None)
         if not implied.followed:
             self.doubts.unfollowed[str(func), d] += 1
-            if implied.applied and outs[0].is_floating_point() and self._matters(ins):
-                kept = next(c for i, c in enumerate(held) if i in implied.applied and c is not None)
-                self.doubts.applied(d, func._opname, kept.placement)
-            return (None,) * len(outs)
+            if (
+                not implied.applied
+                or broken is not None
+                or not outs[0].is_floating_point()
+                or not self._matters(ins)
+            ):
+                return (None,) * len(outs)
+            term = next(c for i, c in enumerate(held) if i in implied.applied and c is not None)
+            made = self.doubts.applied(d, func._opname, term.placement)
+            return tuple(made if o.is_floating_point() else None for o in outs)
         uneven = any(c is not None and c.uneven for c in held)
         if uneven and any(p is not None and p.reduce_op == "avg" for p in implied.outs):
             if self._matters(ins):
@@ -191,14 +218,15 @@ class Carry:
                 if c is not None:
                     terms = terms.plus(c.terms.times(share(traits, args, kwargs, i)))
         added = [i for i in implied.added if not zero[i]]
-        if added and not self._matters(ins):
+        into_weights = traits.mutates and self.doubts.of_readers and 0 in added
+        if added and (into_weights or not self._matters(ins)):
             return (None,) * len(outs)
         for i in added:
             terms = terms.plus(self._makings.of(ins[i]).times(share(traits, args, kwargs, i)))
             if at is None:
                 at, op = callsite.take(4)[1], func._opname
         return tuple(
-            Carried(p, uneven and p.is_shard, scale, terms, at, op)
+            Carried(p, uneven and p.is_shard, scale, terms, at, op, broken and broken.broken)
             if p is not None and _followed(p)
             else None
             for p in implied.outs
@@ -206,7 +234,7 @@ class Carry:
 
     def _matters(self, ins: list[torch.Tensor]) -> bool:
         """Whether a gradient flows through it, or it is one."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in ins):
+        if self.doubts.of_readers or (torch.is_grad_enabled() and any(x.requires_grad for x in ins)):
             return True
         return any(self._ledger.is_grad(self._ledger.get(x)) for x in ins)
 
@@ -233,7 +261,7 @@ class Carry:
         self._pending = call, dims, vector
         if vector is None or dims is None or not call.reduces or sent is None:
             return
-        after = self._ledger.is_grad(self._ledger.get(sent))
+        after = self.doubts.of_readers or self._ledger.is_grad(self._ledger.get(sent))
         for d in dims:
             c = vector[d]
             if c is not None and c.placement.is_partial:

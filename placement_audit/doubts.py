@@ -26,6 +26,7 @@ class Carried:
         terms: complete values that each rank added to its term.
         at: where the first of them was.
         op: which op that was.
+        broken: the op that is not additive and was applied to the terms that this was made of, and where.
     """
 
     placement: Placement
@@ -34,6 +35,7 @@ class Carried:
     terms: Made = forms.EMPTY
     at: callsite.RawSite | None = None
     op: str = ""
+    broken: tuple[str, callsite.RawSite | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Doubts:
         unfollowed: (op, index of the mesh dim) -> results that were not followed.
         batch: indices of mesh dims over which sums and averages are the job's own affair.
         module_fqn: tells whose forward is running.
+        of_readers: what runs are the gradients' readers, after backward.
     """
 
     def __init__(self, world: World, names: Mapping[int, str]) -> None:
@@ -78,11 +81,13 @@ class Doubts:
         self.unfollowed: Counter[tuple[str, int]] = Counter()
         self.batch: frozenset[int] = frozenset()
         self.module_fqn: Callable[[], str] = str
+        self.of_readers = False
 
-    def applied(self, d: int, op: str, carried: Placement) -> None:
-        """An op that is not linear is applied to a term."""
-        site, grads = callsite.take(1)[1], not torch.is_grad_enabled()
-        self._note("applied", d, op, carried, site, after=grads)
+    def applied(self, d: int, op: str, carried: Placement) -> Carried:
+        """An op that is not additive is applied to a term; gives what comes of it."""
+        site = callsite.take(1)[1]
+        self._note("applied", d, op, carried, site, after=not torch.is_grad_enabled())
+        return Carried(carried, broken=(op, site))
 
     def averaged(self, d: int, op: str, carried: Placement) -> None:
         """A mean is taken over parts of different sizes."""
@@ -99,6 +104,10 @@ class Doubts:
     def summed(self, c: Carried, d: int, *, after: bool) -> None:
         """The ranks' terms are added up."""
         if not c.placement.is_partial or (d in self.batch and not after):
+            return
+        if c.broken is not None:
+            op, at = c.broken
+            self._note("applied", d, op, c.placement, at, summed=callsite.take(1)[1], after=after)
             return
         # What was added before a scaling was scaled as well; what was added after it may have been made to fit.
         own = c.terms.times(1 / c.scale)
@@ -131,6 +140,11 @@ class Doubts:
         of: tuple[tuple[str, Fraction], ...] = (),
         after: bool = False,
     ) -> None:
+        after = after or self.of_readers
+        if summed is not None:  # that is worse than what was known of it
+            for x in [x for x in self.found if (x.kind, x.dim, x.op, x.site) == (kind, d, op, site)]:
+                after = after or x.after
+                del self.found[x]
         doubt = RawDoubt(kind, d, op, site, summed, carried, declared, of, after, self.module_fqn())
         self.found[doubt] = None
 

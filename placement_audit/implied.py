@@ -51,6 +51,7 @@ class Rules:
         outs: Sequence[torch.Tensor],
         *,
         passes_on: bool,
+        adds: bool,
     ) -> Implied:
         """What an op does along one mesh dim.
 
@@ -62,6 +63,7 @@ class Rules:
             given: of each tensor among ``args``, in order.
             outs: what came out.
             passes_on: the op only hands its one input on in another form.
+            adds: it adds its inputs up.
         """
         nothing = Implied((None,) * len(outs), followed=False)
         if any(isinstance(a, torch.Tensor) for a in kwargs.values()):
@@ -72,7 +74,9 @@ class Rules:
         except TypeError:  # an argument that is no plain data
             return nothing
         if found is None:
-            found = self._found[key] = self._ask(func, ranks, args, kwargs, given, outs, passes_on)
+            found = self._found[key] = self._ask(
+                func, ranks, args, kwargs, given, outs, passes_on=passes_on, adds=adds
+            )
         return found
 
     def _ask(
@@ -83,9 +87,15 @@ class Rules:
         kwargs: Any,
         given: Sequence[Placement],
         outs: Sequence[torch.Tensor],
+        *,
         passes_on: bool,
+        adds: bool,
     ) -> Implied:
         nothing = Implied((None,) * len(outs), followed=False)
+        if adds and len(given) == 2 and any(_is_sum(p) for p in given) and any(p.is_replicate for p in given):
+            # Into a complete value as well: the rule of an op in place would have the term summed before.
+            term, complete = (0, 1) if _is_sum(given[0]) else (1, 0)
+            return Implied((given[term],), added=(complete,))
         if passes_on and len(given) == 1 and not given[0].is_shard:
             return Implied((given[0],) * len(outs))
         whole, sharded = _as_whole(func, ranks, args, given, outs)
@@ -102,10 +112,15 @@ class Rules:
         if off and len(added) == len(off) and "add" in func._opname and all(_is_sum(p) for p in comes):
             return Implied(comes, added=added)
         terms = tuple(i for i, p in enumerate(given) if _is_sum(p))
-        applied = any(_is_sum(given[i]) and not _is_sum(wants[i]) for i in off)
-        if applied and not additive(func, args, kwargs, terms):
-            return Implied(nothing.outs, applied=terms, followed=False)
-        return nothing
+        if not off or not all(_is_sum(given[i]) and not _is_sum(wants[i]) for i in off):
+            return nothing
+        match additive(func, args, kwargs, terms):
+            case True:
+                return Implied(tuple(given[terms[0]] if o.is_floating_point() else None for o in outs))
+            case False:
+                return Implied(nothing.outs, applied=terms, followed=False)
+            case _:
+                return nothing
 
 
 def _is_sum(p: Placement | None) -> bool:

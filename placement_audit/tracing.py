@@ -250,7 +250,7 @@ class ValueDoubt:
 
     Attributes:
         kind: "added", complete values were added to each rank's term of a sum, which then was summed; "applied",
-            an op that is not linear was applied to a term; "declared", `from_local` was told another placement;
+            an op that is not additive was applied to a term; "declared", `from_local` was told another placement;
             "averaged", a mean was taken over parts of different sizes.
         mesh_dim: along which the value varies.
         op: that did it, e.g. "add".

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from placement_audit import callsite
-from placement_audit.carry import Carry
 from placement_audit.dtensor_api import local_of, relabelling, replaced_everywhere, storage_key, unwatched
 from placement_audit.errors import AuditError
 from placement_audit.failure import Failure
@@ -122,8 +121,9 @@ class Updates:
         carry, stream, scaled, traffic = flow.carry, flow.stream, flow.on_scaled, flow.traffic
         collective, reduced = traffic.on_collective, traffic.on_reduced
         flow.params, flow.ops, flow.stream, flow.on_scaled = {}, Counter(), None, None
-        flow.carry = Carry(flow.ledger, flow.world, flow.params)
-        traffic.on_collective, traffic.on_reduced = lambda *_: None, None
+        flow.carry = carry.of_readers((p, flow.world.layout_of(p.grad)) for p in self._params)
+        traffic.on_collective = lambda call, dims, sent, _equal: flow.carry.collective(call, dims, sent)
+        traffic.on_reduced = None
         self.followed = True
         try:
             with (

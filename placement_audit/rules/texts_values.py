@@ -48,7 +48,7 @@ APPLIED_TO_A_TERM = Rule(
     id="PA108",
     name="applied-to-a-term",
     severity=Severity.WARNING,
-    summary="An op that is not linear is applied to one rank's term of a sum.",
+    summary="An op that is not additive is applied to one rank's term of a sum.",
     why="""\
 `relu(a) + relu(b)` is not `relu(a + b)`, and the squares of terms do not add up to the square of their sum. It is
 what a reduction that was left out before an activation, or a norm of gradients that were not summed yet, looks
@@ -56,10 +56,10 @@ like.""",
     how_judged=_FOLLOWED
     + """
 
-Here the rule wants the terms summed before the op, the result is no integer or truth value, and a
-gradient flows through it, or it is one. It is a warning: what is computed may be put right later, or serve
-another end. With measured evidence it is told only where the loss is off (or an update, for what is done to
-gradients).""",
+Here the rule wants the terms summed before the op, the op is not additive when it is tried on random numbers, and
+a gradient flows through it, or it is one. It is an error where the results are summed over the ranks as if they
+were terms, else a warning: what is computed may serve another end. With measured evidence it is told only
+where the loss is off (or an update, for what is done to gradients).""",
     bad="""\
 y = F.linear(hidden, w_down_shard)      # one term a tp rank
 y = F.gelu(y)

@@ -36,18 +36,24 @@ def value_findings(trace: Trace, m: Measurement | None, *, update_off: bool) -> 
 def wrong_forward(trace: Trace) -> str | None:
     """Why no gradient is one device's, by the trace alone: a sentence; None where nothing says so."""
     for x in trace.value_doubts:
-        if x.kind == "added" and not x.after_backward and _sure(trace, x):
+        if x.after_backward or not _sure(trace, x):
+            continue
+        if x.kind == "added":
             return f"the forward counts {_names(x)} on each rank ({x.call_site}), so that no gradient is one device's"
+        if x.kind == "applied":
+            return f"the forward sums {x.op} of terms ({x.call_site}), so that no gradient is one device's"
     return None
 
 
 def value_contradictions(trace: Trace, m: Measurement) -> Iterator[Contradiction]:
     """What the trace is sure of, and the loss does not show."""
     for x in trace.value_doubts:
-        if x.kind == "added" and not x.after_backward and _sure(trace, x) and not _loss_off(m):
+        if not x.after_backward and _sure(trace, x) and not _loss_off(m):
             yield Contradiction(
                 mesh_dim=x.mesh_dim,
-                traced=f"{_names(x)} is counted on each rank at {x.call_site}",
+                traced=f"{_names(x)} is counted on each rank at {x.call_site}"
+                if x.kind == "added"
+                else f"{x.op} of terms is summed, which was applied at {x.call_site}",
                 measured=f"the loss is right within {m.tolerance:.0e}",
             )
 
@@ -57,13 +63,25 @@ def _loss_off(m: Measurement) -> bool:
 
 
 def _sure(trace: Trace, x: ValueDoubt) -> bool:
-    """Another rank adds the same, whole: no number that divides it could have been missed."""
-    return bool(trace.other_ranks) and any(abs(n) == 1 for _, n in x.counted)
+    """Whether nothing that was missed could make it right.
+
+    Another rank adds the same, whole; or what was made of the terms was summed, as if it were terms.
+    """
+    if x.kind == "added":
+        return bool(trace.other_ranks) and any(abs(n) == 1 for _, n in x.counted)
+    return x.kind == "applied" and x.summed_at is not None
 
 
 def _names(x: ValueDoubt) -> str:
     named = [fqn for fqn, _ in x.counted if fqn]
     return ", ".join(named) or "a complete value"
+
+
+def _path(x: ValueDoubt) -> tuple[PathStep, ...]:
+    cause = PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1)
+    if x.summed_at is None:
+        return (cause,)
+    return cause, PathStep(role="sums the terms", kind="sum", call_site=x.summed_at, boundary=-1)
 
 
 def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
@@ -72,9 +90,6 @@ def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
     often = f"{abs(n) * size} times" if not more else "not once"
     named = [fqn for fqn, _ in x.counted if fqn]
     what = "gradients" if x.after_backward else "the forward"
-    steps = [PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1)]
-    if x.summed_at is not None:
-        steps.append(PathStep(role="sums the terms", kind="sum", call_site=x.summed_at, boundary=-1))
     return make_finding(
         "PA107",
         param_fqn=named[0] if len(named) == 1 else None,
@@ -90,7 +105,7 @@ def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
                 f'{x.carried} on "{x.mesh_dim}" by torch\'s sharding rules',
             ),
         ),
-        path=tuple(steps),
+        path=_path(x),
         next_step="add it after the reduction"
         if sure
         else "add it after the reduction; values decide where only some ranks add it: run with --measure",
@@ -99,14 +114,15 @@ def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
 
 
 def _applied(trace: Trace, x: ValueDoubt) -> Finding:
-    size = trace.mesh.size(x.mesh_dim)
+    size, sure = trace.mesh.size(x.mesh_dim), _sure(trace, x)
     of = "gradients" if x.after_backward else "values"
     return make_finding(
         "PA108",
         param_fqn=None,
         module_fqn=x.module_fqn,
         mesh_dim=x.mesh_dim,
-        message=f'{x.op} is applied to {of} of which each of the {size} "{x.mesh_dim}" ranks holds one term',
+        message=f'{x.op} is applied to {of} of which each of the {size} "{x.mesh_dim}" ranks holds one term'
+        + (", and the results are summed" if x.summed_at is not None else ""),
         expected="the terms summed first",
         observed=f'{x.carried} on "{x.mesh_dim}"',
         evidence=(
@@ -116,8 +132,9 @@ def _applied(trace: Trace, x: ValueDoubt) -> Finding:
                 f'"{x.mesh_dim}" came since they arose',
             ),
         ),
-        path=(PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1),),
-        next_step="reduce before; or let values decide: run with --measure",
+        path=_path(x),
+        next_step="reduce before" if sure else "reduce before; or let values decide: run with --measure",
+        severity=Severity.ERROR if sure else None,
     )
 
 

@@ -130,7 +130,7 @@ def handbook(size: int) -> tuple[Family, Family]:
                 "as it is": RIGHT,
                 "in a flat buffer": RIGHT,
                 "without f": Expect(gradients=lost("norm_w", "norm_b")),
-                "f and g swapped": Expect(gradients=_swapped(*every, "b2"), forward=True),
+                "f and g swapped": Expect(gradients=_swapped(*every, "b2"), forward=True, rules=("PA108",)),
                 "g sums backward, too": Expect(gradients=doubled(*every)),
             },
             job=_tensor_parallel,

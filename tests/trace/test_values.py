@@ -259,10 +259,26 @@ def test_without_another_rank_it_is_a_warning() -> None:
     [(activation_inside, "# of a term", "gelu"), (norm_of_terms, "# of terms", "native_layer_norm")],
 )
 def test_ops_that_are_not_linear_want_their_terms_summed(forward: Forward, marker: str, op: str) -> None:
-    (finding,) = told(audited(forward), "PA108")
-    assert (finding.severity, finding.mesh_dim) == (Severity.WARNING, "tp")
+    report = audited(forward)
+    (finding,) = told(report, "PA108")
+    assert (finding.severity, finding.mesh_dim) == (Severity.ERROR, "tp")
     assert finding.message.startswith(f"{op} is applied")
+    assert finding.message.endswith("the results are summed")
     assert finding.path[0].call_site.line == line_of(forward, marker)
+    assert finding.path[1].role == "sums the terms"
+    assert {j.verdict for j in report.judgements} == {Verdict.NOT_JUDGED}
+
+
+def not_summed(m: Mlp, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    term = F.linear(hidden(m, x, mesh), m.down)
+    return F.gelu(term).mul(2.0) + m.bias  # of a term
+
+
+def test_what_is_not_summed_then_may_serve_another_end() -> None:
+    report = audited(not_summed)
+    (finding,) = told(report, "PA108")
+    assert (finding.severity, len(finding.path)) == (Severity.WARNING, 1)
+    assert Verdict.OK in {j.verdict for j in report.judgements}
 
 
 def through_dtensor(label: Any) -> Forward:
@@ -341,13 +357,13 @@ def test_a_reduce_scatter_leaves_parts() -> None:
         (aten.div.Tensor, (torch.ones(3), torch.ones(3)), (1,), False),
         (aten.masked_fill.Scalar, (torch.ones(3), torch.ones(3, dtype=torch.bool), 0.0), (0,), True),
         (aten.gelu.default, (torch.empty(1 << 20, 2, device="meta"),), (0,), False),
-        (aten._softmax.default, (torch.empty(1 << 20, 2, device="meta"), 1, False), (0,), True),
+        (aten._softmax.default, (torch.empty(1 << 20, 2, device="meta"), 1, False), (0,), None),
         (aten._softmax.default, (torch.empty(4, 2, device="meta"), 1, False), (0,), False),
         (aten.embedding.default, (torch.ones(5, 3), torch.arange(4)), (0,), True),
     ],
 )
 def test_whether_an_op_of_a_sum_is_a_sum_is_tried(
-    op: Any, args: Any, terms: tuple[int, ...], expected: bool
+    op: Any, args: Any, terms: tuple[int, ...], expected: bool | None
 ) -> None:
     """What is too large to be tried is not called anything."""
     assert additive(op, args, {}, terms) is expected
