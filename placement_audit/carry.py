@@ -188,7 +188,7 @@ class Carry:
         """What comes out along one mesh dim."""
         if traits.subtracts and len(ins) == 2 and _same(*ins):
             return (None,) * len(outs)  # nothing, for the sake of its derivative
-        broken = next((c for c in held if c is not None and c.broken is not None), None)
+        broken = next((c.broken for c in held if c is not None and c.broken is not None), None)
         if not implied.followed:
             self.doubts.unfollowed[str(func), d] += 1
             if (
@@ -226,7 +226,7 @@ class Carry:
             if at is None:
                 at, op = callsite.take(4)[1], func._opname
         return tuple(
-            Carried(p, uneven and p.is_shard, scale, terms, at, op, broken and broken.broken)
+            Carried(p, uneven and p.is_shard, scale, terms, at, op, broken)
             if p is not None and _followed(p)
             else None
             for p in implied.outs
