@@ -2,8 +2,8 @@
 
 A tensor that varies along a mesh dim may be a part of what one device would have, or one term of its sum. A
 complete value added to a part is right, added to a term it is counted once per rank. Placements come from where
-plain tensors come from (`to_local`, declared parameters, the batch) and go through plain ops by torch's own
-sharding rules; where those would communicate, or there are none, the result is not followed.
+plain tensors come from (`to_local`, declared parameters) and go through plain ops by torch's own sharding rules
+(`placement_audit.through`); where those would communicate, or there are none, the result is not followed.
 
 Values are followed, not what autograd makes of them: forward, and what is done to gradients after backward.
 """
@@ -11,28 +11,22 @@ Values are followed, not what autograd makes of them: forward, and what is done 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from fractions import Fraction
 from typing import Any
 
 import torch
 
-from placement_audit import callsite, forms
 from placement_audit.collectives import CollectiveCall
-from placement_audit.doubts import Carried, Doubts
+from placement_audit.doubts import Carried, Doubts, Vector
 from placement_audit.dtensor_api import local_of, storage_key
-from placement_audit.implied import Implied, Rules
 from placement_audit.ledger import Ledger
-from placement_audit.made import Makings, share
-from placement_audit.model import REPLICATE, Layout, Placement, PlacementKind, StateKind
+from placement_audit.made import Makings
+from placement_audit.model import Layout, Placement, PlacementKind, StateKind
 from placement_audit.opargs import flat, tensors
 from placement_audit.optraits import OpTraits
+from placement_audit.through import Geometry, Through, followed, geometry
 from placement_audit.world import World
 
 SHARD_0 = Placement(PlacementKind.SHARD, 0)
-
-
-Vector = tuple[Carried | None, ...]
-Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Carry:
@@ -52,26 +46,28 @@ class Carry:
         """
         self._ledger = ledger
         self._world = world
-        self._rules = Rules()
         self._makings = Makings(params)
         self._at: dict[int, dict[Geometry, Vector]] = {}
+        self._weights: dict[int, tuple[str, set[int]]] = {}
         self._pending: tuple[CollectiveCall, tuple[int, ...] | None, Vector | None] | None = None
         self.doubts = Doubts(world, self._makings.names)
+        self._through = Through(ledger, world, self._makings, self.doubts)
 
     @property
     def any(self) -> bool:
         """Whether anything is known of any tensor."""
         return bool(self._at) or self._makings.any
 
-    def of_readers(self, params: Iterable[tuple[torch.Tensor, Layout | None]]) -> Carry:
+    def of_readers(self, params: Iterable[tuple[str, torch.Tensor, Layout | None]]) -> Carry:
         """Another one for the gradients' readers, which shares this one's doubts.
 
         Args:
-            params: each with its gradient's layout; None for a plain one, which is laid out like the parameter.
+            params: FQN, parameter and its gradient's layout; None for a plain one, which is laid out like the
+                parameter.
         """
         new = Carry(self._ledger, self._world, {})
         new.doubts.found, new.doubts.of_readers = self.doubts.found, True
-        for p, layout in params:
+        for fqn, p, layout in params:
             if p.grad is None:
                 continue
             local, own = local_of(p.grad), self._get(p)
@@ -79,6 +75,8 @@ class Carry:
                 new.localised(local, layout, p.grad.shape)
             elif own is not None:
                 new._put(local, own)
+            parts = {d for d, c in enumerate(new._get(local) or ()) if c is not None and c.placement.is_shard}
+            new._weights[storage_key(local_of(p))] = fqn, parts
         return new
 
     # ---- where plain tensors come from
@@ -100,7 +98,7 @@ class Carry:
         uneven = self._uneven(x, src, whole)
         for d, name in enumerate(self._world.dims):
             p = placed.get(name)
-            if p is None or not _followed(p) or (d in self.doubts.batch and not grad):
+            if p is None or not followed(p) or (d in self.doubts.batch and not grad):
                 continue
             if states[d].kind is not StateKind.INVARIANT:
                 vector[d] = Carried(p, p.tensor_dim in uneven)
@@ -133,110 +131,27 @@ class Carry:
                     self._forget(x)
             return
         vectors = [self._get(x) for x in ins] if known else []
-        results = self._results(func, traits, args, kwargs, ins, vectors, outs) if any(vectors) else None
+        results = (
+            self._through.results(func, traits, args, kwargs, ins, vectors, outs) if any(vectors) else None
+        )
         made = self._makings.by(traits, args, kwargs, ins)
         for i, o in enumerate(outs):
             if traits.mutates:
+                self._updated(o, vectors)
                 self._forget(o)
             if results is not None:
                 self._put(o, results[i])
             if made is not None:
                 self._makings.put(o, made)
 
-    def _results(
-        self,
-        func: Any,
-        traits: OpTraits,
-        args: Any,
-        kwargs: Any,
-        ins: list[torch.Tensor],
-        vectors: Sequence[Vector | None],
-        outs: list[torch.Tensor],
-    ) -> list[Vector]:
-        states = [self._ledger.vector(self._ledger.get(x)) for x in ins]
-        columns: list[tuple[Carried | None, ...]] = []
-        for d, ranks in enumerate(self._world.sizes):
-            held = [None if v is None else v[d] for v in vectors]
-            known = [
-                c is not None or s[d].kind in (StateKind.INVARIANT, StateKind.ZERO)
-                for c, s in zip(held, states, strict=True)
-            ]
-            if not any(held) or not all(known):
-                columns.append((None,) * len(outs))
-                continue
-            zero = [s[d].kind is StateKind.ZERO for s in states]
-            given = [REPLICATE if c is None else c.placement for c in held]
-            implied = self._rules.of(
-                func, ranks, args, kwargs, given, outs, passes_on=traits.passes_on, adds=traits.adds
-            )
-            columns.append(self._column(func, traits, d, args, kwargs, ins, held, zero, implied, outs))
-        return list(zip(*columns, strict=True))
-
-    def _column(
-        self,
-        func: Any,
-        traits: OpTraits,
-        d: int,
-        args: Any,
-        kwargs: Any,
-        ins: list[torch.Tensor],
-        held: list[Carried | None],
-        zero: list[bool],
-        implied: Implied,
-        outs: list[torch.Tensor],
-    ) -> tuple[Carried | None, ...]:
-        """What comes out along one mesh dim."""
-        if traits.subtracts and len(ins) == 2 and _same(*ins):
-            return (None,) * len(outs)  # nothing, for the sake of its derivative
-        broken = next((c.broken for c in held if c is not None and c.broken is not None), None)
-        if not implied.followed:
-            self.doubts.unfollowed[str(func), d] += 1
-            if (
-                not implied.applied
-                or broken is not None
-                or not outs[0].is_floating_point()
-                or not self._matters(ins)
-            ):
-                return (None,) * len(outs)
-            term = next(c for i, c in enumerate(held) if i in implied.applied and c is not None)
-            made = self.doubts.applied(d, func._opname, term.placement)
-            return tuple(made if o.is_floating_point() else None for o in outs)
-        uneven = any(c is not None and c.uneven for c in held)
-        if uneven and any(p is not None and p.reduce_op == "avg" for p in implied.outs):
-            if self._matters(ins):
-                self.doubts.averaged(
-                    d, func._opname, next(c.placement for c in held if c is not None and c.uneven)
-                )
-            return (None,) * len(outs)
-        first = next((c for c in held if c is not None and c.terms.value), None)
-        terms, at, op = forms.EMPTY, None, ""
-        scales = {c.scale * share(traits, args, kwargs, i) for i, c in enumerate(held) if c is not None}
-        scale = scales.pop() if traits.scales and len(scales) == 1 else _one(c.scale for c in held if c)
-        if first is not None:
-            at, op = first.at, first.op
-            for i, c in enumerate(held):
-                if c is not None:
-                    terms = terms.plus(c.terms.times(share(traits, args, kwargs, i)))
-        added = [i for i in implied.added if not zero[i]]
-        into_weights = traits.mutates and self.doubts.of_readers and 0 in added
-        if added and (into_weights or not self._matters(ins)):
-            return (None,) * len(outs)
-        for i in added:
-            terms = terms.plus(self._makings.of(ins[i]).times(share(traits, args, kwargs, i)))
-            if at is None:
-                at, op = callsite.take(4)[1], func._opname
-        return tuple(
-            Carried(p, uneven and p.is_shard, scale, terms, at, op, broken)
-            if p is not None and _followed(p)
-            else None
-            for p in implied.outs
-        )
-
-    def _matters(self, ins: list[torch.Tensor]) -> bool:
-        """Whether a gradient flows through it, or it is one."""
-        if self.doubts.of_readers or (torch.is_grad_enabled() and any(x.requires_grad for x in ins)):
-            return True
-        return any(self._ledger.is_grad(self._ledger.get(x)) for x in ins)
+    def _updated(self, out: torch.Tensor, vectors: Sequence[Vector | None]) -> None:
+        """A tensor was written; is it a part of a weight, and with what was made of parts alone?"""
+        fqn, parts = self._weights.get(storage_key(local_of(out)), ("", ()))
+        for d in parts:
+            held = [v[d] for v in vectors if v is not None]
+            apart = next((c for c in held if c is not None and c.broken is not None), None)
+            if apart is not None:
+                self.doubts.updated(apart, d, fqn)
 
     def differs(self, x: torch.Tensor, dims: Set[int]) -> None:
         """A tensor was made with numbers that differ between ranks: of these mesh dims nothing is known."""
@@ -309,38 +224,18 @@ class Carry:
     def _get(self, x: torch.Tensor) -> Vector | None:
         x = local_of(x)
         found = self._at.get(storage_key(x))
-        return None if found is None else found.get(_geometry(x))
+        return None if found is None else found.get(geometry(x))
 
     def _put(self, x: torch.Tensor, vector: Vector) -> None:
         x = local_of(x)
         key = storage_key(x)
         if any(vector):
-            self._at.setdefault(key, {})[_geometry(x)] = vector
+            self._at.setdefault(key, {})[geometry(x)] = vector
         elif key in self._at:
-            self._at[key].pop(_geometry(x), None)
+            self._at[key].pop(geometry(x), None)
 
     def _forget(self, x: torch.Tensor) -> None:
         """What lies in a tensor's memory was written over."""
         key = storage_key(local_of(x))
         self._at.pop(key, None)
         self._makings.forget(key)
-
-
-def _one(scales: Iterable[Fraction]) -> Fraction:
-    """The one scale of several tensors; 1 where they differ."""
-    found = set(scales)
-    return found.pop() if len(found) == 1 else Fraction(1)
-
-
-def _followed(p: Placement) -> bool:
-    """Whether it is one that rules are asked about."""
-    return not p.is_replicate and p.kind is not PlacementKind.STRIDED_SHARD
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return storage_key(local_of(a)) == storage_key(local_of(b)) and _geometry(a) == _geometry(b)
-
-
-def _geometry(x: torch.Tensor) -> Geometry:
-    x = local_of(x)
-    return int(x.storage_offset()), tuple(x.shape), x.stride()

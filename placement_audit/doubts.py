@@ -26,7 +26,7 @@ class Carried:
         terms: complete values that each rank added to its term.
         at: where the first of them was.
         op: which op that was.
-        broken: the op that is not additive and was applied to the terms that this was made of, and where.
+        broken: the op that this was made with, and where: of terms it is not additive, of parts it needs the whole.
     """
 
     placement: Placement
@@ -36,6 +36,10 @@ class Carried:
     at: callsite.RawSite | None = None
     op: str = ""
     broken: tuple[str, callsite.RawSite | None] | None = None
+
+
+Vector = tuple[Carried | None, ...]
+"""By world mesh dim; None for what is not known, or is the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,15 @@ class Doubts:
         """A mean is taken over parts of different sizes."""
         self._note("averaged", d, op, carried, callsite.take(1)[1], after=not torch.is_grad_enabled())
 
+    def updated(self, c: Carried, d: int, fqn: str) -> None:
+        """A part of a weight is updated with what was made of parts alone, by an op that needs the whole."""
+        if c.broken is not None:
+            op, at = c.broken
+            written = callsite.take(1)[1]
+            self._note(
+                "updated", d, op, c.placement, at, of=((fqn, Fraction(1)),), summed=written, after=True
+            )
+
     def labelled(self, c: Carried, d: int, label: Placement) -> None:
         """`from_local` gives a value a label."""
         if label == c.placement:
@@ -142,7 +155,10 @@ class Doubts:
     ) -> None:
         after = after or self.of_readers
         if summed is not None:  # that is worse than what was known of it
-            for x in [x for x in self.found if (x.kind, x.dim, x.op, x.site) == (kind, d, op, site)]:
+            less = [
+                x for x in self.found if (x.kind, x.dim, x.op, x.site, x.summed) == (kind, d, op, site, None)
+            ]
+            for x in less:
                 after = after or x.after
                 del self.found[x]
         doubt = RawDoubt(kind, d, op, site, summed, carried, declared, of, after, self.module_fqn())

@@ -19,7 +19,10 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from placement_audit.dtensor_api import placement_of, unwatched
-from placement_audit.model import Placement
+from placement_audit.model import Placement, PlacementKind
+
+NORM_OF_A_PART = Placement(PlacementKind.PARTIAL, reduce_op="norm")
+"""Ours for torch's `_NormPartial`: each rank has the norm of its part, which no sum makes the whole's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,10 @@ def _torch_placement(p: Placement) -> TorchPlacement:
 
 
 def _plain_placement(spec: Any) -> Placement | None:
-    """A spec's placement; None for one that is more than its name says (a norm's terms, a masked sum)."""
-    if spec is None or type(spec.placements[0]) not in (Shard, Partial, Replicate):
+    """A spec's placement; None for one that is more than its name says (a masked sum, a strided shard)."""
+    if spec is None:
         return None
-    return placement_of(spec.placements[0])
+    p = spec.placements[0]
+    if type(p).__name__ == "_NormPartial":
+        return NORM_OF_A_PART
+    return placement_of(p) if type(p) in (Shard, Partial, Replicate) else None

@@ -25,12 +25,14 @@ class Implied:
         outs: of each tensor that comes out; None for unknown.
         added: positions of the complete inputs that each rank adds to its own term of a sum.
         applied: positions of the terms of a sum that a rule wants summed before the op, which is not additive.
+        whole: a rule wants the whole of what is a part.
         followed: whether torch has a rule that holds here without communication.
     """
 
     outs: tuple[Placement | None, ...]
     added: tuple[int, ...] = ()
     applied: tuple[int, ...] = ()
+    whole: bool = False
     followed: bool = True
 
 
@@ -112,6 +114,8 @@ class Rules:
         if off and len(added) == len(off) and "add" in func._opname and all(_is_sum(p) for p in comes):
             return Implied(comes, added=added)
         terms = tuple(i for i, p in enumerate(given) if _is_sum(p))
+        if any(given[i].is_shard for i in off):
+            return Implied(nothing.outs, whole=True, followed=False)
         if not off or not all(_is_sum(given[i]) and not _is_sum(wants[i]) for i in off):
             return nothing
         match additive(func, args, kwargs, terms):

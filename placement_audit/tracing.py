@@ -251,11 +251,12 @@ class ValueDoubt:
     Attributes:
         kind: "added", complete values were added to each rank's term of a sum, which then was summed; "applied",
             an op that is not additive was applied to a term; "declared", `from_local` was told another placement;
-            "averaged", a mean was taken over parts of different sizes.
+            "averaged", a mean was taken over parts of different sizes; "updated", a part of a parameter was updated
+            with what an op that needs the whole made of parts.
         mesh_dim: along which the value varies.
         op: that did it, e.g. "add".
         call_site: first frame outside torch.
-        summed_at: where the terms were summed; None where they were not.
+        summed_at: where the terms were summed, or the parameter updated; None where they were not.
         carried: what the value is.
         declared: what it was declared to be; None where nothing was.
         counted: (FQN, or "" where it is no parameter; how often it goes in on each rank) of the complete values.

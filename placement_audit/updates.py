@@ -57,6 +57,7 @@ class Updates:
         self._flow = flow
         self._grads = grads
         self._params = [p for _, p in params]
+        self._names = [fqn for fqn, _ in params]
         self._by_storage: dict[int, list[nn.Parameter]] = {}
         self._sites: dict[int, tuple[bool, callsite.RawSite | None]] = {}
         self._ended: dict[int, tuple[RawUpdate | None, tuple[int, callsite.RawSite | None] | None]] = {}
@@ -121,7 +122,9 @@ class Updates:
         carry, stream, scaled, traffic = flow.carry, flow.stream, flow.on_scaled, flow.traffic
         collective, reduced = traffic.on_collective, traffic.on_reduced
         flow.params, flow.ops, flow.stream, flow.on_scaled = {}, Counter(), None, None
-        flow.carry = carry.of_readers((p, flow.world.layout_of(p.grad)) for p in self._params)
+        flow.carry = carry.of_readers(
+            (fqn, p, flow.world.layout_of(p.grad)) for fqn, p in zip(self._names, self._params, strict=True)
+        )
         traffic.on_collective = lambda call, dims, sent, _equal: flow.carry.collective(call, dims, sent)
         traffic.on_reduced = None
         self.followed = True

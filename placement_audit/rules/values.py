@@ -1,4 +1,4 @@
-"""PA107 to PA110: plain values that one device would hardly have."""
+"""PA107 to PA110, PA404: plain values that one device would hardly have."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def value_findings(trace: Trace, m: Measurement | None, *, update_off: bool) -> 
                 yield _counted(trace, x, sure=_sure(trace, x) or m is not None)
             case "applied":
                 yield _applied(trace, x)
+            case "updated":
+                yield _updated(trace, x)
             case "averaged":
                 yield _averaged(x)
             case _:
@@ -81,7 +83,8 @@ def _path(x: ValueDoubt) -> tuple[PathStep, ...]:
     cause = PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1)
     if x.summed_at is None:
         return (cause,)
-    return cause, PathStep(role="sums the terms", kind="sum", call_site=x.summed_at, boundary=-1)
+    role, kind = ("updates the parameter", "update") if x.kind == "updated" else ("sums the terms", "sum")
+    return cause, PathStep(role=role, kind=kind, call_site=x.summed_at, boundary=-1)
 
 
 def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
@@ -176,4 +179,27 @@ def _averaged(x: ValueDoubt) -> Finding:
         ),
         path=(PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1),),
         next_step="sum, and divide by the whole's number; or let values decide: run with --measure",
+    )
+
+
+def _updated(trace: Trace, x: ValueDoubt) -> Finding:
+    (fqn, _), *_ = x.counted
+    size = trace.mesh.size(x.mesh_dim)
+    return make_finding(
+        "PA404",
+        param_fqn=fqn,
+        module_fqn=fqn.rpartition(".")[0],
+        mesh_dim=x.mesh_dim,
+        message=f'the update of {fqn} is made by {x.op} of each "{x.mesh_dim}" rank\'s part, which needs the whole',
+        expected="the whole gradient, or a collective",
+        observed=f'{x.carried} on "{x.mesh_dim}": {size} ranks each take {x.op} of their own part',
+        evidence=(
+            Evidence(
+                strength="traced",
+                statement=f"torch's sharding rule of {x.op} would communicate here, and nothing was communicated "
+                f'over "{x.mesh_dim}" since',
+            ),
+        ),
+        path=_path(x),
+        next_step="gather it before (full_tensor()); where the optimizer is meant to work block by block, suppress it",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -220,7 +221,7 @@ PLAIN_CLIPPING = Family(
         "squares of shards reduced": RIGHT,
         "own norm": _CLIPPED_APART,
         "torch's own": _CLIPPED_APART,
-        "torch's own, one by one": _CLIPPED_APART,
+        "torch's own, one by one": replace(_CLIPPED_APART, rules=("PA404",)),
         # The same on all ranks, and not the norm.
         "own norm, averaged": Expect(updates=frozenset({"gain", "w"}), rules=("PA108",)),
     },
@@ -279,7 +280,10 @@ MUON = Family(
     name="matrix optimizer on shards",
     about="the orthogonal matrix of a block of rows is no block of rows of the whole one",
     mesh={"tp": 2},
-    variants={"of the whole": RIGHT, "of each shard": Expect(updates=frozenset({"w1", "w2"}))},
+    variants={
+        "of the whole": RIGHT,
+        "of each shard": Expect(updates=frozenset({"w1", "w2"}), rules=("PA404",)),
+    },
     job=_muon,
 )
 

@@ -18,7 +18,7 @@ ITEMS = [(f, v) for f in FAMILIES for v in f.variants]
 MEASURED = [(f, v) for f, v in ITEMS if f.measured]
 TRACED = [(f, v) for f, v in ITEMS if f.fake]
 
-VALUES = ("PA107", "PA108", "PA109", "PA110")
+VALUES = ("PA107", "PA108", "PA109", "PA110", "PA404")
 """Of values that one device would hardly have."""
 
 

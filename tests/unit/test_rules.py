@@ -41,6 +41,7 @@ SEVERITIES = {
     "PA401": ("deferred-reduction", Severity.NOTE),
     "PA402": ("wrong-update", Severity.ERROR),
     "PA403": ("replicas-drift", Severity.ERROR),
+    "PA404": ("update-of-a-part", Severity.WARNING),
     "PA501": ("reduction-dtype", Severity.NOTE),
     "PA901": ("evidence-disagrees", Severity.ERROR),
 }
