@@ -45,9 +45,11 @@ from spmd_types.checker import typecheck
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from placement_audit import Job
+from placement_audit.reducer import running
 from tests.faults import functions
 from tests.faults.family import Family
 from tests.trace.worlds import fake_mesh
@@ -107,12 +109,16 @@ def error(family: Family, variant: str, kind: Any, gradients: bool, mode: Mode) 
     mesh = fake_mesh(**family.mesh)
     try:
         job = family.job(mesh, variant)
+        wrapped = isinstance(job.model, DistributedDataParallel)
+        step = (
+            running(job.model, job.step) if wrapped else job.step
+        )  # whose reducer the fake group knows nothing of
         with warnings.catch_warnings(), spmd.set_current_mesh(mesh), replaced(family, mesh):
             warnings.simplefilter("ignore")
             annotate(job, kind)
             # Ours is entered last, so that it comes first.
             with typecheck(mode, local=True), ByHand(job, kind, gradients) as by_hand:
-                loss = job.step()
+                loss = step()
                 if isinstance(loss, torch.Tensor):
                     loss.backward()
                 by_hand.check_gradients()
