@@ -12,11 +12,11 @@ from placement_audit import pipeline, suppress, userjob, usermeasure
 from placement_audit.adapters import factory
 from placement_audit.case import Case
 from placement_audit.config import AuditConfig
+from placement_audit.engine.trace import Tracer
 from placement_audit.errors import UsageError
 from placement_audit.job import Job
 from placement_audit.judge import judge
 from placement_audit.report import render as _render
-from placement_audit.trace import Tracer
 from placement_audit.tracing import Trace
 from placement_audit.verdicts import Report
 

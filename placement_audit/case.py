@@ -58,7 +58,7 @@ class Case:
         catching: finds the tensors of the batch while the step runs, where they are not known before:
             ``with catching(take): step()`` calls ``take`` with each of them; None where `inputs` has them all.
         varying: what of the step's plain ops differs between ranks without being a tensor's values
-            (`placement_audit.apart.Varying`); None where no other rank was looked at.
+            (`placement_audit.engine.apart.Varying`); None where no other rank was looked at.
         other_ranks: the ranks that were looked at for it, one a mesh dim.
         replicas_apart: parameter -> how far its replicas are apart, by world mesh dim; None where nobody looked.
         wrapper: the DistributedDataParallel around the model; else None.

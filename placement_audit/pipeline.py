@@ -22,9 +22,9 @@ from placement_audit.verdicts import Report
 
 if TYPE_CHECKING:
     from placement_audit.case import Case
+    from placement_audit.engine.trace import Tracer
     from placement_audit.measure.activations import Watch
     from placement_audit.measure.run import Prepared
-    from placement_audit.trace import Tracer
 
 _SEED = 2217
 """Of a measurement's weights."""
@@ -109,12 +109,12 @@ def run(
             with phase("weights"):
                 case, prepared = _prepared(case)
         with phase("trace"):
+            from placement_audit.engine.trace import Tracer
             from placement_audit.measure.fingerprint import fingerprint
-            from placement_audit.trace import Tracer
 
             tracer = Tracer(case, PROGRESS.note, fingerprint if prepared is not None else None)
             if case.varying is not None:
-                from placement_audit.apart import Stream
+                from placement_audit.engine.apart import Stream
 
                 tracer.stream = Stream(case.varying)
             watch = None
@@ -167,7 +167,7 @@ def _in_own_dtypes(trace: Trace, config: AuditConfig, build: Callable[[], Case])
     The same code ran twice, so the same calls crossed the same boundaries. Where they did not, the job chooses
     its way by dtype, and its dtypes stay unknown.
     """
-    from placement_audit.trace import Tracer
+    from placement_audit.engine.trace import Tracer
 
     case = build()
     tracer = Tracer(case, PROGRESS.note)

@@ -49,23 +49,26 @@ def check(config: AuditConfig) -> int:
         # What each rank would import by itself.
         import torchtitan.train  # noqa: F401
 
-        from placement_audit import judge, trace  # noqa: F401
+        from placement_audit import judge  # noqa: F401
         from placement_audit.adapters import titan02  # noqa: F401
+        from placement_audit.engine import trace  # noqa: F401
     return _not_too_many(degrees.world_size)
 
 
 def _made_by_function(config: AuditConfig) -> int:
     """As `check`, for a user's own function; its file is left to the ranks, like all of the job's own code."""
-    from placement_audit import judge, trace  # noqa: F401
+    from placement_audit import judge  # noqa: F401
     from placement_audit.adapters import factory
+    from placement_audit.engine import trace  # noqa: F401
 
     return config.world_size or factory.DEFAULT_WORLD_SIZE
 
 
 def _registered(config: AuditConfig, version: str) -> int:
     """As `check`, for a job of torchtitan 0.3; its config functions are the job's own code, and run here."""
-    from placement_audit import judge, trace  # noqa: F401
+    from placement_audit import judge  # noqa: F401
     from placement_audit.adapters import titan03
+    from placement_audit.engine import trace  # noqa: F401
     from placement_audit.pipeline import quiet
 
     with quiet():

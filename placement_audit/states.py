@@ -25,7 +25,7 @@ it was summed); nothing downstream can mend it. *Zero* adds nothing and is neutr
 
 One rule makes this sound: a gradient that flows into a varying tensor is varying, whatever its values
 happen to be (JAX's shard_map types cotangents the same way). All sources of gradients (the loss, the
-boundaries, the collectives) obey it in `placement_audit.flow`, and plain ops then keep it by themselves.
+boundaries, the collectives) obey it in `placement_audit.engine.flow`, and plain ops then keep it by themselves.
 
 The scale says how many times the true gradient a state holds: reducing a value that is already complete
 multiplies by the mesh dim's size, relabelling a per-rank term from Replicate to Partial divides by it, and

@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from placement_audit.case import Case, Reference
 from placement_audit.config import near_miss
 from placement_audit.dtensor_api import clean_fqn, placement_of, root_mesh, spec_of
+from placement_audit.engine.reducer import running
+from placement_audit.engine.world import World
 from placement_audit.errors import IncompleteError, UsageError
 from placement_audit.job import Job
 from placement_audit.model import REPLICATE, Placement
-from placement_audit.reducer import running
 from placement_audit.userstep import Step, updater
-from placement_audit.world import World
 
 
 def case_of(job: Job) -> Case:

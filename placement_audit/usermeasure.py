@@ -14,6 +14,7 @@ from torch import nn
 
 from placement_audit.case import Case, Reference
 from placement_audit.dtensor_api import local_of
+from placement_audit.engine.world import World
 from placement_audit.errors import NotMeasurable
 from placement_audit.measure.compare import tolerance, whole
 from placement_audit.measure.declared import as_dtensors
@@ -23,7 +24,6 @@ from placement_audit.measure.run import prepare
 from placement_audit.measure.weights import parameters, survey
 from placement_audit.userranks import met_by_all
 from placement_audit.userstep import Step
-from placement_audit.world import World
 
 SEED = 2217
 """Of a measurement's weights."""

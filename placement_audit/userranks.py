@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from placement_audit.apart import Met, Numbers, Stream, Varying, difference, varying
 from placement_audit.case import Case
 from placement_audit.dtensor_api import forget_meshes
+from placement_audit.engine.apart import Met, Numbers, Stream, Varying, difference, varying
+from placement_audit.engine.second_rank import told
+from placement_audit.engine.trace import Tracer
+from placement_audit.engine.world import World
 from placement_audit.measure.exchange import gather
 from placement_audit.measure.labels import coordinates
-from placement_audit.second_rank import told
-from placement_audit.trace import Tracer
-from placement_audit.world import World
 
 
 def played(build: Callable[[int], Case], rank: int = 0) -> Case:

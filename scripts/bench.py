@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from placement_audit.config import RankEnv
-    from placement_audit.trace import Tracer
+    from placement_audit.engine.trace import Tracer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,7 +52,7 @@ def measure(model: str, pairs: int) -> dict[str, float]:
     sys.path.insert(0, str(ROOT))
     from placement_audit.build import build
     from placement_audit.config import RankEnv, load
-    from placement_audit.trace import Tracer
+    from placement_audit.engine.trace import Tracer
 
     config, overrides = MODELS[model]
     case = build(
@@ -84,9 +84,9 @@ def on_rank(env: RankEnv, config: str, pairs: int) -> dict[str, float]:
     """One rank's wall seconds: plain step, watched step, and a whole measurement around it."""
     from placement_audit.build import build
     from placement_audit.config import load
+    from placement_audit.engine.trace import Tracer
     from placement_audit.measure.fingerprint import BoundaryPrints, fingerprint
     from placement_audit.measure.run import finish, prepare
-    from placement_audit.trace import Tracer
 
     case = build(load(str(ROOT / "configs" / config), device="cpu"), rank_env=env, float32=True)
     start = time.perf_counter()

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from placement_audit import callsite
 from placement_audit.case import Case
-from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import in_backward, next_sequence_nr
-from placement_audit.intercept import RawBoundary
+from placement_audit.engine import callsite
+from placement_audit.engine.collectives import CollectiveCall
+from placement_audit.engine.intercept import RawBoundary
+from placement_audit.engine.trace import Tracer
+from placement_audit.engine.world import World
 from placement_audit.measure.exchange import gather
 from placement_audit.measure.outputs import Key, Notes, Output, noted
 from placement_audit.measure.parts import Part, Reader, Unknown, assembled
 from placement_audit.measure.sketch import Sketch, added, error, sketch
 from placement_audit.measurement import ActivationMeasure
 from placement_audit.model import StateKind
-from placement_audit.trace import Tracer
 from placement_audit.tracing import Phase
-from placement_audit.world import World
 
 
 @dataclass(frozen=True, slots=True)

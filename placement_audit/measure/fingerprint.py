@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from placement_audit.engine.world import World
 from placement_audit.measure.labels import coordinates
-from placement_audit.world import World
 
 Fingerprint = tuple[float, float, float]
 """Frobenius norm and two projections; dimensionless."""

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from placement_audit.dtensor_api import fits_its_label, local_of, spec_of
+from placement_audit.engine.world import World
 from placement_audit.measure import compare
 from placement_audit.measure.exchange import from_rank0, gather
 from placement_audit.measure.fingerprint import LARGEST, Fingerprint, fingerprint, spreads
 from placement_audit.measure.labels import held_alike, where_alike
-from placement_audit.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

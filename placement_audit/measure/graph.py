@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from placement_audit import callsite
 from placement_audit.dtensor_api import TORCH_DIR, mark_of
+from placement_audit.engine import callsite
 
 OWN_DIR = str(Path(__file__).parents[1]) + "/"
 

@@ -6,8 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from placement_audit.dtensor_api import local_of, placement_of, spec_of
+from placement_audit.engine.world import World
 from placement_audit.errors import NotMeasurable
-from placement_audit.world import World
 
 
 def coordinates(world: World) -> dict[int, tuple[int, ...]]:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from placement_audit.engine.world import World
 from placement_audit.measure.activations import Compared, Watch
 from placement_audit.measure.exchange import gather
 from placement_audit.measure.graph import Way, ways
 from placement_audit.measure.search import LOSS, Crossings, Point, Search
 from placement_audit.measurement import Departure
-from placement_audit.world import World
 
 
 def localise(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from placement_audit import callsite
 from placement_audit.dtensor_api import clean_fqn, in_backward, in_recompute, unwatched
+from placement_audit.engine import callsite
 
 Key = tuple[str, int, int]
 """Module FQN, which of its calls in one pass of the model, which of the tensors that it put out."""

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from placement_audit.dtensor_api import offset_of, placement_of, spec_of
+from placement_audit.engine.world import World
 from placement_audit.measure.labels import coordinates
 from placement_audit.measure.sketch import Sketch, sketch
 from placement_audit.model import StateKind
-from placement_audit.world import World
 
 _EQUAL = (StateKind.INVARIANT, StateKind.ZERO)
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from placement_audit import callsite
 from placement_audit.dtensor_api import EagerMode, local_of, spec_of, storage_key
+from placement_audit.engine import callsite
+from placement_audit.engine.opargs import tensors
 from placement_audit.measurement import Reader
-from placement_audit.opargs import tensors
 
 
 @dataclass(slots=True)

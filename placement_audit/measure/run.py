@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from placement_audit.case import Case, Reference
+from placement_audit.engine.trace import Tracer
+from placement_audit.engine.world import World
 from placement_audit.errors import NotMeasurable
 from placement_audit.measure import activations, compare, declared, weights
 from placement_audit.measure.exchange import gather, on_rank0
@@ -23,8 +25,6 @@ from placement_audit.measure.localise import localise
 from placement_audit.measure.outputs import Key
 from placement_audit.measure.update import compare_update
 from placement_audit.measurement import BoundaryMeasure, Measurement, ParamMeasure
-from placement_audit.trace import Tracer
-from placement_audit.world import World
 
 Note = Callable[[str], None]
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from placement_audit import callsite
 from placement_audit.dtensor_api import TORCH_DIR
-from placement_audit.intercept import RawBoundary
+from placement_audit.engine import callsite
+from placement_audit.engine.intercept import RawBoundary
+from placement_audit.engine.world import World
 from placement_audit.measure.activations import Watch, WholeOutput, same_as
 from placement_audit.measure.exchange import gather
 from placement_audit.measure.graph import Passed, Way
 from placement_audit.measure.outputs import Output
 from placement_audit.measurement import Checkpoint, Departure, DepartureStep
 from placement_audit.model import Layout
-from placement_audit.world import World
 
 _STEPS = 8
 """Places that a departure names at most."""

@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from placement_audit.dtensor_api import clean_fqn, local_of
+from placement_audit.engine.world import World
 from placement_audit.measure.exchange import gather
 from placement_audit.measure.fingerprint import Fingerprint, fingerprint, spreads
 from placement_audit.measure.labels import held_alike, part_of, where_alike
-from placement_audit.world import World
 
 _OF_CONSTANT = 0.2
 """Deviation given to a constant parameter, over its constant."""

@@ -49,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from placement_audit import Job
-from placement_audit.reducer import running
+from placement_audit.engine.reducer import running
 from tests.faults import functions
 from tests.faults.family import Family
 from tests.trace.worlds import fake_mesh

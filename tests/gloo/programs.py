@@ -106,7 +106,7 @@ def _run(program: list[Instruction], mesh: Any) -> list[Slot]:
 
     from placement_audit.case import Case
     from placement_audit.dtensor_api import local_of, unwatched
-    from placement_audit.trace import Tracer
+    from placement_audit.engine.trace import Tracer
 
     at = mesh.get_coordinate()
     leaves = []

@@ -17,10 +17,10 @@ from placement_audit import pipeline
 from placement_audit.case import Case, Reference
 from placement_audit.config import RankEnv, load
 from placement_audit.dtensor_api import local_of
+from placement_audit.engine.trace import Tracer
 from placement_audit.judge import judge
 from placement_audit.measure.fingerprint import BoundaryPrints, fingerprint
 from placement_audit.measure.run import finish, prepare
-from placement_audit.trace import Tracer
 from placement_audit.verdicts import Report, Verdict
 from placement_audit.weigh import slots
 from tests.gloo.ranks import on_ranks

@@ -19,12 +19,12 @@ from placement_audit.build import build
 from placement_audit.case import Case
 from placement_audit.config import RankEnv, load
 from placement_audit.dtensor_api import local_of
+from placement_audit.engine.world import World
 from placement_audit.errors import NotMeasurable
 from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, fingerprint, spreads
 from placement_audit.measure.run import finish, prepare
 from placement_audit.measure.weights import parameters
 from placement_audit.measurement import Measurement, ParamMeasure
-from placement_audit.world import World
 from tests.gloo.ranks import RanksFailed, on_ranks
 from tests.trace.titan import CONFIGS, OTHER_HALF, PR_2532, rewritten
 from tests.trace.worlds import fake_mesh

@@ -33,8 +33,8 @@ def _measured(env: Any, enter: str, leave: str, rows: bool, reduce: bool) -> dic
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from placement_audit.engine.trace import Tracer
     from placement_audit.judge import judge
-    from placement_audit.trace import Tracer
     from tests.trace import megatron
     from tests.trace.worlds import run_record
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from placement_audit.case import Case
+from placement_audit.engine.trace import trace_step
 from placement_audit.judge import judge
 from placement_audit.model import Placement, PlacementKind
-from placement_audit.trace import trace_step
 from placement_audit.verdicts import Report
 from tests.faults.functions import Gather, Reduce, ReduceTwice, Scatter, gathered, summed
 from tests.trace.worlds import fake_mesh, run_record

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from placement_audit.pieces import Pieces
+from placement_audit.engine.pieces import Pieces
 from placement_audit.states import INVARIANT, VARYING, ZERO
 from placement_audit.verdicts import Verdict
 from tests.trace.megatron import ROWS

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from placement_audit import callsite
+from placement_audit.engine import callsite
 from placement_audit.model import CallSite, Comment
 
 pytestmark = pytest.mark.trace

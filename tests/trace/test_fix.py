@@ -165,8 +165,8 @@ def test_install_says_what_it_did_once_and_uninstall_undoes_it(caplog: pytest.Lo
 
 
 def test_a_model_made_before_is_fixed_too() -> None:
+    from placement_audit.engine.trace import trace_step
     from placement_audit.judge import judge
-    from placement_audit.trace import trace_step
     from tests.trace.titan import case_of
     from tests.trace.worlds import run_record
 

@@ -11,10 +11,10 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from placement_audit.flow import Flow
-from placement_audit.ledger import Ledger
+from placement_audit.engine.flow import Flow
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.world import World
 from placement_audit.states import INVARIANT, VARYING, ZERO
-from placement_audit.world import World
 from tests.trace.worlds import fake_mesh
 
 pytestmark = pytest.mark.trace

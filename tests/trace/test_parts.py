@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from placement_audit.engine.world import World
 from placement_audit.measure.parts import Part, Reader, Unknown
 from placement_audit.measure.sketch import added, error, sketch
 from placement_audit.model import StateKind
-from placement_audit.world import World
 from tests.trace.worlds import fake_mesh
 
 pytestmark = pytest.mark.trace

@@ -12,9 +12,9 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 
+from placement_audit.engine.second_rank import trace_ranks
 from placement_audit.judge import judge
 from placement_audit.model import REPLICATE
-from placement_audit.second_rank import trace_ranks
 from placement_audit.tracing import Phase
 from placement_audit.verdicts import Report, Severity, Verdict
 from tests.trace.megatron import (

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placement_audit.apart import NUMBERS, Met, another, difference
+from placement_audit.engine.apart import NUMBERS, Met, another, difference
+from placement_audit.engine.second_rank import trace_ranks
 from placement_audit.judge import BLIND_SPOTS, judge
-from placement_audit.second_rank import trace_ranks
 from placement_audit.verdicts import Report, Verdict
 from tests.trace.megatron import ROWS, Copy, Reduce, audit, plain_case
 from tests.trace.worlds import fake_mesh, run_record, verdicts

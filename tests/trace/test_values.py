@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from placement_audit import Job, audit, audit_factory
-from placement_audit.additive import additive
-from placement_audit.implied import _goes_to
+from placement_audit.engine.additive import additive
+from placement_audit.engine.implied import _goes_to
 from placement_audit.verdicts import Finding, Outcome, Report, Severity, Verdict
 from tests.trace.megatron import Copy, Reduce
 from tests.trace.worlds import fake_mesh

@@ -12,8 +12,8 @@ from typing import Any
 from placement_audit.build import build
 from placement_audit.case import Case
 from placement_audit.config import RankEnv, load
+from placement_audit.engine.trace import trace_step
 from placement_audit.judge import judge
-from placement_audit.trace import trace_step
 from placement_audit.verdicts import Report
 from tests.trace.worlds import run_record
 

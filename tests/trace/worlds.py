@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from placement_audit.case import Case
+from placement_audit.engine.trace import trace_step
 from placement_audit.judge import judge
-from placement_audit.trace import trace_step
 from placement_audit.tracing import RunRecord
 from placement_audit.verdicts import Finding, Judgement, Report, Verdict
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from placement_audit import forms
+from placement_audit.engine import forms
 
 pytestmark = pytest.mark.unit
 

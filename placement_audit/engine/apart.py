@@ -1,7 +1,7 @@
 """Numbers that differ between ranks without being tensors: an offset, a chunk's index, a mask's limit.
 
 One rank's trace cannot see them. The ops that another rank ran can be set beside its own: where a number
-among the arguments differs, the result differs. `placement_audit.second_rank` has the other rank run.
+among the arguments differs, the result differs. `placement_audit.engine.second_rank` has the other rank run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from placement_audit import callsite
 from placement_audit.dtensor_api import local_of, storage_key, unwatched
+from placement_audit.engine import callsite
 
 _ALIGNED = 4000
 """Ops between the first and the last that part; more are not set side by side one by one."""

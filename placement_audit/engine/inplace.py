@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from placement_audit.dtensor_api import local_of
-from placement_audit.ledger import Ledger
-from placement_audit.opargs import covers, extent
-from placement_audit.optraits import OpTraits
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.opargs import covers, extent
+from placement_audit.engine.optraits import OpTraits
 
 
 def written(ledger: Ledger, traits: OpTraits, ins: list[torch.Tensor], out: torch.Tensor, new: int) -> None:

@@ -20,7 +20,7 @@ from placement_audit.dtensor_api import (
     local_of,
     storage_key,
 )
-from placement_audit.intercept import Interceptor
+from placement_audit.engine.intercept import Interceptor
 from placement_audit.model import State
 from placement_audit.tracing import Phase
 

@@ -3,7 +3,7 @@
 A tensor that varies along a mesh dim may be a part of what one device would have, or one term of its sum. A
 complete value added to a part is right, added to a term it is counted once per rank. Placements come from where
 plain tensors come from (`to_local`, declared parameters) and go through plain ops by torch's own sharding rules
-(`placement_audit.through`); where those would communicate, or there are none, the result is not followed.
+(`placement_audit.engine.through`); where those would communicate, or there are none, the result is not followed.
 
 Values are followed, not what autograd makes of them: forward, and what is done to gradients after backward.
 """
@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from placement_audit.collectives import CollectiveCall
-from placement_audit.doubts import Carried, Doubts, Vector
 from placement_audit.dtensor_api import local_of, storage_key
-from placement_audit.ledger import Ledger
-from placement_audit.made import Makings
+from placement_audit.engine.collectives import CollectiveCall
+from placement_audit.engine.doubts import Carried, Doubts, Vector
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.made import Makings
+from placement_audit.engine.opargs import flat, tensors
+from placement_audit.engine.optraits import OpTraits
+from placement_audit.engine.through import Geometry, Through, followed, geometry
+from placement_audit.engine.world import World
 from placement_audit.model import Layout, Placement, PlacementKind, StateKind
-from placement_audit.opargs import flat, tensors
-from placement_audit.optraits import OpTraits
-from placement_audit.through import Geometry, Through, followed, geometry
-from placement_audit.world import World
 
 SHARD_0 = Placement(PlacementKind.SHARD, 0)
 

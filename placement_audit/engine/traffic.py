@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from placement_audit import states
-from placement_audit.collectives import PEER_TO_PEER, CollectiveCall, read_collective
 from placement_audit.dtensor_api import local_of, storage_key
-from placement_audit.ledger import Ledger
+from placement_audit.engine.collectives import PEER_TO_PEER, CollectiveCall, read_collective
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.opargs import covers
+from placement_audit.engine.pieces import Piece
+from placement_audit.engine.world import World
 from placement_audit.model import State, StateKind
-from placement_audit.opargs import covers
-from placement_audit.pieces import Piece
-from placement_audit.world import World
 
 Dims = tuple[int, ...] | None
 """Indices of world mesh dims; None where a group spans none of them whole."""

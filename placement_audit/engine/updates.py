@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from placement_audit import callsite
 from placement_audit.dtensor_api import local_of, relabelling, replaced_everywhere, storage_key, unwatched
+from placement_audit.engine import callsite
+from placement_audit.engine.flow import Flow
+from placement_audit.engine.grads import Grads, spoils
+from placement_audit.engine.opargs import covers
 from placement_audit.errors import AuditError
 from placement_audit.failure import Failure
-from placement_audit.flow import Flow
-from placement_audit.grads import Grads, spoils
 from placement_audit.model import State, StateKind
-from placement_audit.opargs import covers
 from placement_audit.states import as_value
 
 TERM = State(StateKind.TERM)

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from placement_audit import callsite
-from placement_audit.apart import Stream
 from placement_audit.case import Case
-from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
     clean_fqn,
     dtype_name,
@@ -25,18 +22,21 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
-from placement_audit.flow import Flow
-from placement_audit.freeze import Freezer, RawCollective, RawUse
-from placement_audit.functions import Functions
-from placement_audit.grads import Grads
-from placement_audit.intercept import Interceptor
-from placement_audit.ledger import Ledger
+from placement_audit.engine import callsite
+from placement_audit.engine.apart import Stream
+from placement_audit.engine.collectives import CollectiveCall
+from placement_audit.engine.flow import Flow
+from placement_audit.engine.freeze import Freezer, RawCollective, RawUse
+from placement_audit.engine.functions import Functions
+from placement_audit.engine.grads import Grads
+from placement_audit.engine.intercept import Interceptor
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.reducer import Averages
+from placement_audit.engine.scaling import Scaling
+from placement_audit.engine.updates import Updates
+from placement_audit.engine.world import World
 from placement_audit.model import State, StateKind
-from placement_audit.reducer import Averages
-from placement_audit.scaling import Scaling
 from placement_audit.tracing import Phase, RunRecord, Trace
-from placement_audit.updates import Updates
-from placement_audit.world import World
 
 _VARYING = State(StateKind.VARYING)
 _INVARIANT = State(StateKind.INVARIANT)

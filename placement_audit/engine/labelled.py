@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placement_audit import states
 from placement_audit.dtensor_api import DTensor, local_of, spec_of, storage_key
-from placement_audit.ledger import Ledger
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.world import World
 from placement_audit.model import Layout, State, StateKind
-from placement_audit.world import World
 
 
 class Labelled:

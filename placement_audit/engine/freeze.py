@@ -6,14 +6,15 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from placement_audit import callsite
 from placement_audit.case import Case
-from placement_audit.collectives import CollectiveCall
-from placement_audit.crossings import RawBoundary, RawCrossing
-from placement_audit.doubts import RawDoubt
 from placement_audit.dtensor_api import dtype_name, local_of
-from placement_audit.flow import PHASES, Flow
-from placement_audit.grads import Grads
+from placement_audit.engine import callsite
+from placement_audit.engine.collectives import CollectiveCall
+from placement_audit.engine.crossings import RawBoundary, RawCrossing
+from placement_audit.engine.doubts import RawDoubt
+from placement_audit.engine.flow import PHASES, Flow
+from placement_audit.engine.grads import Grads
+from placement_audit.engine.updates import Updates
 from placement_audit.model import Layout, TensorInfo
 from placement_audit.tracing import (
     Boundary,
@@ -31,7 +32,6 @@ from placement_audit.tracing import (
     UpdateRecord,
     ValueDoubt,
 )
-from placement_audit.updates import Updates
 
 
 @dataclass(slots=True)

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 
 from placement_audit import states
-from placement_audit.apart import NUMBERS, Stream, argument, numbers_of
-from placement_audit.carry import Carry
-from placement_audit.collectives import CollectiveCall
 from placement_audit.dtensor_api import (
     DTensor,
     EagerMode,
@@ -25,7 +22,10 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
-from placement_audit.inplace import (
+from placement_audit.engine.apart import NUMBERS, Stream, argument, numbers_of
+from placement_audit.engine.carry import Carry
+from placement_audit.engine.collectives import CollectiveCall
+from placement_audit.engine.inplace import (
     as_measured,
     fills,
     foreach_states,
@@ -34,15 +34,15 @@ from placement_audit.inplace import (
     written,
     written_foreach,
 )
-from placement_audit.labelled import Labelled
-from placement_audit.ledger import Ledger
+from placement_audit.engine.labelled import Labelled
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.opargs import covers, flat, shares, tensors
+from placement_audit.engine.optraits import OpTraits, traits_of
+from placement_audit.engine.optraits import known as _traits
+from placement_audit.engine.traffic import Dims, Traffic
+from placement_audit.engine.world import World
 from placement_audit.model import Layout
-from placement_audit.opargs import covers, flat, shares, tensors
-from placement_audit.optraits import OpTraits, traits_of
-from placement_audit.optraits import known as _traits
 from placement_audit.tracing import Phase
-from placement_audit.traffic import Dims, Traffic
-from placement_audit.world import World
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from placement_audit.apart import Difference, Met, Numbers, Stream, Varying, difference, varying
 from placement_audit.case import Case
 from placement_audit.dtensor_api import forget_meshes
+from placement_audit.engine.apart import Difference, Met, Numbers, Stream, Varying, difference, varying
+from placement_audit.engine.trace import Tracer
 from placement_audit.failure import short_path
-from placement_audit.trace import Tracer
 from placement_audit.tracing import RunRecord, Trace
 
 

@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from placement_audit.dtensor_api import in_backward, register_comm_hook, replaced_everywhere
+from placement_audit.engine.flow import Flow
 from placement_audit.errors import UsageError
-from placement_audit.flow import Flow
 from placement_audit.model import State, StateKind
 from placement_audit.states import rescaled
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from placement_audit.dtensor_api import unwatched
-from placement_audit.opargs import flat
+from placement_audit.engine.opargs import flat
 
 _LARGEST = 1 << 12
 """Elements of a tensor with which an op is tried, at most; a pointwise op is tried with one."""

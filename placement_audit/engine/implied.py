@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from placement_audit.additive import additive
 from placement_audit.dtensor_api import local_of
 from placement_audit.dtensor_rules import Part, sharding_rule, takes_a_shape
+from placement_audit.engine.additive import additive
 from placement_audit.model import Placement, PlacementKind
 
 PARTIAL_SUM = "sum"

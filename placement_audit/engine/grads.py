@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from placement_audit import callsite, states
-from placement_audit.collectives import CollectiveCall
-from placement_audit.crossings import RawBoundary
+from placement_audit import states
 from placement_audit.dtensor_api import (
     DTensor,
     accumulating,
@@ -30,9 +28,12 @@ from placement_audit.dtensor_api import (
     registered,
     storage_key,
 )
-from placement_audit.intercept import Interceptor
+from placement_audit.engine import callsite
+from placement_audit.engine.collectives import CollectiveCall
+from placement_audit.engine.crossings import RawBoundary
+from placement_audit.engine.intercept import Interceptor
+from placement_audit.engine.opargs import extent
 from placement_audit.model import Layout, State, StateKind
-from placement_audit.opargs import extent
 from placement_audit.tracing import Phase
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement_audit import callsite, states
-from placement_audit.ledger import Ledger
+from placement_audit import states
+from placement_audit.engine import callsite
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.world import World
 from placement_audit.model import REPLICATE, Layout, State, StateKind, TensorInfo
 from placement_audit.tracing import OwnDim, Phase
-from placement_audit.world import World
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class RawCrossing:
 
 @dataclass(slots=True)
 class RawBoundary:
-    """A boundary call while the step runs; `placement_audit.trace` freezes it."""
+    """A boundary call while the step runs; `placement_audit.engine.trace` freezes it."""
 
     index: int
     kind: str

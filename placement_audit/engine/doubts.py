@@ -9,10 +9,10 @@ from fractions import Fraction
 
 import torch
 
-from placement_audit import callsite, forms
-from placement_audit.forms import Made
+from placement_audit.engine import callsite, forms
+from placement_audit.engine.forms import Made
+from placement_audit.engine.world import World
 from placement_audit.model import Placement
-from placement_audit.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ Vector = tuple[Carried | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class RawDoubt:
-    """A value that one device would hardly have; `placement_audit.freeze` makes a `ValueDoubt` of it."""
+    """A value that one device would hardly have; `placement_audit.engine.freeze` makes a `ValueDoubt` of it."""
 
     kind: str
     dim: int

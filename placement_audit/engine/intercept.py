@@ -15,8 +15,6 @@ import torch
 import torch.distributed.tensor as dtensor_module
 from torch.distributed.tensor import DTensor
 
-from placement_audit import callsite
-from placement_audit.crossings import Crossings, RawBoundary, RawCrossing
 from placement_audit.dtensor_api import (
     dtype_name,
     in_backward,
@@ -27,7 +25,9 @@ from placement_audit.dtensor_api import (
     storage_key,
     unwatched,
 )
-from placement_audit.flow import Flow, current_phase
+from placement_audit.engine import callsite
+from placement_audit.engine.crossings import Crossings, RawBoundary, RawCrossing
+from placement_audit.engine.flow import Flow, current_phase
 from placement_audit.model import Layout, TensorInfo
 from placement_audit.tracing import Phase
 

@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from placement_audit.dtensor_api import CORE_DIRS, LOCAL_MAP_FILE, TORCH_DIR
 from placement_audit.model import CallSite, Comment
 
-_OWN_DIR = str(Path(__file__).parent) + "/"
+_OWN_DIR = str(Path(__file__).parents[1]) + "/"
 
 _CORE, _TORCH, _USER = 0, 1, 2
 

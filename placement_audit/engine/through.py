@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from placement_audit import callsite, forms
-from placement_audit.doubts import Carried, Doubts, Vector
 from placement_audit.dtensor_api import local_of, storage_key
 from placement_audit.dtensor_rules import NORM_OF_A_PART
-from placement_audit.implied import Implied, Rules
-from placement_audit.ledger import Ledger
-from placement_audit.made import Makings, share
+from placement_audit.engine import callsite, forms
+from placement_audit.engine.doubts import Carried, Doubts, Vector
+from placement_audit.engine.implied import Implied, Rules
+from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.made import Makings, share
+from placement_audit.engine.optraits import OpTraits
+from placement_audit.engine.world import World
 from placement_audit.model import REPLICATE, Placement, PlacementKind, StateKind
-from placement_audit.optraits import OpTraits
-from placement_audit.world import World
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Where in its storage a tensor lies, and how."""

@@ -27,7 +27,7 @@ from placement_audit.dtensor_api import (
     storage_key,
     unwatched,
 )
-from placement_audit.intercept import Interceptor, RawBoundary
+from placement_audit.engine.intercept import Interceptor, RawBoundary
 from placement_audit.model import State, StateKind
 from placement_audit.tracing import Phase
 

@@ -14,9 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from placement_audit import states
 from placement_audit.dtensor_api import local_of, storage_key
+from placement_audit.engine.opargs import covers, extent
+from placement_audit.engine.pieces import Piece, Pieces
 from placement_audit.model import State, StateKind
-from placement_audit.opargs import covers, extent
-from placement_audit.pieces import Piece, Pieces
 
 Vector = tuple[State, ...]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from placement_audit.dtensor_api import collective_group_ranks, group_of, reduce_op_of
-from placement_audit.opargs import flat
+from placement_audit.engine.opargs import flat
 
 _KINDS = (
     ("all_reduce", "all_reduce"),

@@ -1,4 +1,4 @@
-"""What complete values are made of, kept by storage; see `placement_audit.forms`."""
+"""What complete values are made of, kept by storage; see `placement_audit.engine.forms`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from placement_audit import forms
 from placement_audit.dtensor_api import local_of, storage_key
-from placement_audit.forms import Made
-from placement_audit.optraits import OpTraits
+from placement_audit.engine import forms
+from placement_audit.engine.forms import Made
+from placement_audit.engine.optraits import OpTraits
 
 
 class Makings:
