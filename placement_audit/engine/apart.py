@@ -105,7 +105,10 @@ class Stream:
         for i, x in enumerate(ins):
             local = local_of(x)
             key = storage_key(local)
-            source = self._sources.setdefault(key, ("met", at, i))
+            source = self._sources.get(key, ("met", at, i))
+            if local.dim():
+                # A number that C++ made a tensor of is gone after the op, and its address another one's.
+                self._sources.setdefault(key, source)
             tensors.append((source, int(local.storage_offset())))
         met = Met(op, hash(numbers), tuple(tensors), callsite.take(3)[1])
         self.met.append(met)

@@ -136,7 +136,7 @@ class Doubts:
         """Note what of a sum's terms was divided by the ranks that add it; whether all of it was."""
         grad = dict(made.grad)
         for v, n in made.value:
-            if self._names[v]:
+            if self._names[v] and v != forms.NUMBER:
                 self.shares[self._names[v], d, n, grad.get(v, Fraction(0))] = None
         return not forms.miscounted(made.value, self._world.sizes[d])
 

@@ -14,6 +14,9 @@ Form = tuple[tuple[int, Fraction], ...]
 
 NOTHING: Form = ()
 
+NUMBER = 0
+"""Stands for the value 1, of which every number is so many times."""
+
 _LARGEST = 1 << 20
 _LONGEST = 8
 """Values that one form names at most; a longer one counts as a value of its own."""
@@ -51,8 +54,8 @@ def number(x: float) -> Fraction:
 
 
 def miscounted(form: Form, ranks: int) -> Form:
-    """What is counted another number of times than once where ``ranks`` ranks each add the form to their term."""
-    return tuple((v, n) for v, n in form if n * ranks != 1)
+    """What is counted another number of times than once, or taken off, where ``ranks`` ranks each add the form to their term."""
+    return tuple((v, n) for v, n in form if abs(n) * ranks != 1)
 
 
 @dataclass(frozen=True, slots=True)

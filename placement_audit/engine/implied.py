@@ -98,6 +98,8 @@ class Rules:
             # Into a complete value as well: the rule of an op in place would have the term summed before.
             term, complete = (0, 1) if _is_sum(given[0]) else (1, 0)
             return Implied((given[term],), added=(complete,))
+        if adds and len(given) == 1 and _is_sum(given[0]):
+            return Implied((given[0],))  # a number: whose part it is, its reader must know
         if passes_on and len(given) == 1 and not given[0].is_shard:
             return Implied((given[0],) * len(outs))
         whole, sharded = _as_whole(func, ranks, args, given, outs)

@@ -19,7 +19,7 @@ class Makings:
     """What the tensors of one step are made of, as far as numbers and sums tell.
 
     Attributes:
-        names: value -> FQN; "" for one that is no parameter.
+        names: value -> FQN; "" for one that is no parameter, "1" for numbers.
     """
 
     def __init__(self, params: Mapping[int, str]) -> None:
@@ -31,7 +31,7 @@ class Makings:
         self._params = params
         self._made: dict[int, Made] = {}
         self._values: dict[int, int] = {}
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {forms.NUMBER: "1"}
 
     @property
     def any(self) -> bool:
@@ -69,6 +69,14 @@ class Makings:
         if key in self._values:
             self._values[key] = -len(self.names) - 1
             self.names[self._values[key]] = ""
+
+
+def number_added(traits: OpTraits, args: Any, kwargs: Any) -> Fraction | None:
+    """The number that an op adds to its first input; None where it adds none."""
+    by = args[1] if traits.adds and len(args) > 1 else None
+    if not isinstance(by, int | float) or not math.isfinite(by):
+        return None
+    return forms.number(by) * share(traits, args, kwargs, 1)
 
 
 def factor(traits: OpTraits, args: Any) -> Fraction | None:

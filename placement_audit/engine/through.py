@@ -12,9 +12,10 @@ from placement_audit.dtensor_api import local_of, storage_key
 from placement_audit.dtensor_rules import NORM_OF_A_PART
 from placement_audit.engine import callsite, forms
 from placement_audit.engine.doubts import Carried, Doubts, Vector
+from placement_audit.engine.forms import Made
 from placement_audit.engine.implied import Implied, Rules
 from placement_audit.engine.ledger import Ledger
-from placement_audit.engine.made import Makings, share
+from placement_audit.engine.made import Makings, number_added, share
 from placement_audit.engine.optraits import OpTraits
 from placement_audit.engine.world import World
 from placement_audit.model import REPLICATE, Placement, PlacementKind, StateKind
@@ -127,6 +128,11 @@ class Through:
         into_weights = traits.mutates and self.doubts.of_readers and 0 in added
         if added and (into_weights or not self._matters(ins)):
             return (None,) * len(outs)
+        number = number_added(traits, args, kwargs)
+        if number and part is None and self._matters(ins):
+            terms = terms.plus(Made(((forms.NUMBER, number),)))
+            if at is None:
+                at, op = callsite.take(4)[1], func._opname
         for i in added:
             terms = terms.plus(self._makings.of(ins[i]).times(share(traits, args, kwargs, i)))
             if at is None:

@@ -75,7 +75,7 @@ def _sure(trace: Trace, x: ValueDoubt) -> bool:
 
 
 def _names(x: ValueDoubt) -> str:
-    named = [fqn for fqn, _ in x.counted if fqn]
+    named = [f"the number {float(n):g}" if fqn == "1" else fqn for fqn, n in x.counted if fqn]
     return ", ".join(named) or "a complete value"
 
 
@@ -89,9 +89,9 @@ def _path(x: ValueDoubt) -> tuple[PathStep, ...]:
 
 def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
     size = trace.mesh.size(x.mesh_dim)
-    (_, n), *more = x.counted
-    often = f"{abs(n) * size} times" if not more else "not once"
-    named = [fqn for fqn, _ in x.counted if fqn]
+    (name, n), *more = x.counted
+    often = "not once" if more else f"{size if name == '1' else abs(n) * size} times"
+    named = [fqn for fqn, _ in x.counted if fqn not in ("", "1")]
     what = "gradients" if x.after_backward else "the forward"
     return make_finding(
         "PA107",

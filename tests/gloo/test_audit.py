@@ -268,9 +268,13 @@ def test_a_sum_too_many(reports: dict[str, Report]) -> None:
     assert {f.param_fqn for f in report.findings if f.rule_id == "PA202"} == norms(report)
 
 
-def test_a_bias_added_before_a_sum_shows_in_numbers_alone(reports: dict[str, Report]) -> None:
+def test_a_bias_added_before_a_sum_is_told_once_the_numbers_are_off(reports: dict[str, Report]) -> None:
     report = reports["bias before a sum"]
-    assert errors(report) == {"PA207", "PA208"}
+    assert errors(report) == {"PA107", "PA207", "PA208"}
+    counted = [f for f in report.findings if f.rule_id == "PA107"]
+    said = 'the number 0.1 is added to each "tp" rank\'s term of a sum, and counted 2 times'
+    assert {f.message for f in counted} == {said}
+    assert {f.module_fqn.rpartition(".")[2] for f in counted} == {"wo", "w2"}
     assert {v for _, v in wrong(report)} == {"wrong gradient"}
 
 

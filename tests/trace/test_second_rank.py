@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placement_audit.engine.apart import NUMBERS, Met, another, difference
+from placement_audit.engine.apart import NUMBERS, Met, Stream, another, difference
 from placement_audit.engine.second_rank import trace_ranks
 from placement_audit.judge import BLIND_SPOTS, judge
 from placement_audit.verdicts import Report, Verdict
@@ -248,3 +248,14 @@ def test_streams_are_set_side_by_side() -> None:
     assert less.at == {(0, NUMBERS), (1, another(0))}
     assert [(a, b.op if b else None) for a, b in less.parted] == [(None, "x")]
     assert difference(met("a"), met("")).at == {(0, NUMBERS)}
+
+
+def test_a_number_that_was_made_a_tensor_of_is_not_known_again() -> None:
+    """It is gone after the op, and what is at its address next is another one, or not, as memory goes."""
+    stream, number, tensor = Stream(), torch.tensor(2.0), torch.ones(1)
+    for _ in range(2):
+        stream.take("aten.mul.Tensor", [tensor, number])
+    assert [m.tensors for m in stream.met] == [
+        ((("met", 0, 0), 0), (("met", 0, 1), 0)),
+        ((("met", 0, 0), 0), (("met", 1, 1), 0)),
+    ]

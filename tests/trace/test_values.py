@@ -240,6 +240,21 @@ def test_right_values_are_not_doubted(forward: Forward, n: int) -> None:
     assert [f.rule_id for f in report.findings if f.rule_id in ("PA107", "PA108", "PA109")] == []
 
 
+@pytest.mark.parametrize(
+    ("number", "severity"), [(1.0, Severity.ERROR), (0.1, Severity.WARNING), (0.5, None), (0.0, None)]
+)
+def test_a_number_may_have_been_divided_before(number: float, severity: Severity | None) -> None:
+    """Half of one is what each of two ranks adds to one; of a tenth nobody knows."""
+
+    def forward(m: Mlp, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return summed(F.linear(hidden(m, x, mesh), m.down) - number, mesh) + m.bias
+
+    findings = told(audited(forward), "PA107")
+    assert [f.severity for f in findings] == ([] if severity is None else [severity])
+    assert all(f"the number {-number:g} is added" in f.message for f in findings)
+    assert told(audited(forward), "PA108") == []
+
+
 def test_without_another_rank_it_is_a_warning() -> None:
     mesh = fake_mesh(tp=2)
     model, x = Mlp(2), torch.randn(T, D)

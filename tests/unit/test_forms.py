@@ -30,7 +30,14 @@ def test_what_is_taken_back_leaves_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("often", "ranks", "miscounted"),
-    [(HALF, 2, False), (Fraction(1), 2, True), (HALF, 4, True), (Fraction(1, 4), 4, False)],
+    [
+        (HALF, 2, False),
+        (-HALF, 2, False),
+        (Fraction(-1), 2, True),
+        (Fraction(1), 2, True),
+        (HALF, 4, True),
+        (Fraction(1, 4), 4, False),
+    ],
 )
 def test_once_is_what_all_ranks_together_add_once(often: Fraction, ranks: int, miscounted: bool) -> None:
     form = forms.times(forms.one(7), often)
