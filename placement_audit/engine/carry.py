@@ -18,6 +18,7 @@ import torch
 from placement_audit.dtensor_api import local_of, storage_key
 from placement_audit.engine.collectives import CollectiveCall
 from placement_audit.engine.doubts import Carried, Doubts, Vector
+from placement_audit.engine.implied import Call
 from placement_audit.engine.ledger import Ledger
 from placement_audit.engine.made import Makings
 from placement_audit.engine.opargs import flat, tensors
@@ -131,9 +132,8 @@ class Carry:
                     self._forget(x)
             return
         vectors = [self._get(x) for x in ins] if known else []
-        results = (
-            self._through.results(func, traits, args, kwargs, ins, vectors, outs) if any(vectors) else None
-        )
+        call = Call(func, traits, args, kwargs, ins, outs)
+        results = self._through.results(call, vectors) if any(vectors) else None
         made = self._makings.by(traits, args, kwargs, ins)
         for i, o in enumerate(outs):
             if traits.mutates:

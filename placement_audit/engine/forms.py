@@ -54,7 +54,7 @@ def number(x: float) -> Fraction:
 
 
 def miscounted(form: Form, ranks: int) -> Form:
-    """What is counted another number of times than once, or taken off, where ``ranks`` ranks each add the form to their term."""
+    """What is not counted (or taken off) just once where ``ranks`` ranks each add the form to their term."""
     return tuple((v, n) for v, n in form if abs(n) * ranks != 1)
 
 

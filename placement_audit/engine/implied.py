@@ -12,6 +12,7 @@ import torch
 from placement_audit.dtensor_api import local_of
 from placement_audit.dtensor_rules import Part, sharding_rule, takes_a_shape
 from placement_audit.engine.additive import additive
+from placement_audit.engine.optraits import OpTraits
 from placement_audit.model import Placement, PlacementKind
 
 PARTIAL_SUM = "sum"
@@ -36,6 +37,27 @@ class Implied:
     followed: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a plain op.
+
+    Attributes:
+        func: the op.
+        traits: of it.
+        args: its arguments.
+        kwargs: likewise.
+        ins: the tensors among them.
+        outs: what came out.
+    """
+
+    func: Any
+    traits: OpTraits
+    args: Any
+    kwargs: Any
+    ins: list[torch.Tensor]
+    outs: list[torch.Tensor]
+
+
 class Rules:
     """Torch's rules, each asked once."""
 
@@ -43,56 +65,29 @@ class Rules:
         """Begin without any."""
         self._found: dict[Any, Implied] = {}
 
-    def of(
-        self,
-        func: Any,
-        ranks: int,
-        args: Any,
-        kwargs: Any,
-        given: Sequence[Placement],
-        outs: Sequence[torch.Tensor],
-        *,
-        passes_on: bool,
-        adds: bool,
-    ) -> Implied:
+    def of(self, call: Call, ranks: int, given: Sequence[Placement]) -> Implied:
         """What an op does along one mesh dim.
 
         Args:
-            func: the op.
+            call: the op.
             ranks: along the mesh dim.
-            args: its arguments, with plain tensors.
-            kwargs: likewise.
-            given: of each tensor among ``args``, in order.
-            outs: what came out.
-            passes_on: the op only hands its one input on in another form.
-            adds: it adds its inputs up.
+            given: placement of each tensor among its arguments, in order.
         """
-        nothing = Implied((None,) * len(outs), followed=False)
-        if any(isinstance(a, torch.Tensor) for a in kwargs.values()):
+        nothing = Implied((None,) * len(call.outs), followed=False)
+        if any(isinstance(a, torch.Tensor) for a in call.kwargs.values()):
             return nothing
-        key = (func, ranks, _token(args), _token(tuple(sorted(kwargs.items()))), tuple(given))
+        key = (call.func, ranks, _token(call.args), _token(tuple(sorted(call.kwargs.items()))), tuple(given))
         try:
             found = self._found.get(key)
         except TypeError:  # an argument that is no plain data
             return nothing
         if found is None:
-            found = self._found[key] = self._ask(
-                func, ranks, args, kwargs, given, outs, passes_on=passes_on, adds=adds
-            )
+            found = self._found[key] = self._ask(call, ranks, given)
         return found
 
-    def _ask(
-        self,
-        func: Any,
-        ranks: int,
-        args: Any,
-        kwargs: Any,
-        given: Sequence[Placement],
-        outs: Sequence[torch.Tensor],
-        *,
-        passes_on: bool,
-        adds: bool,
-    ) -> Implied:
+    def _ask(self, call: Call, ranks: int, given: Sequence[Placement]) -> Implied:
+        func, args, kwargs, outs = call.func, call.args, call.kwargs, call.outs
+        adds, passes_on = call.traits.adds, call.traits.passes_on
         nothing = Implied((None,) * len(outs), followed=False)
         if adds and len(given) == 2 and any(_is_sum(p) for p in given) and any(p.is_replicate for p in given):
             # Into a complete value as well: the rule of an op in place would have the term summed before.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import torch
 
@@ -13,10 +13,9 @@ from placement_audit.dtensor_rules import NORM_OF_A_PART
 from placement_audit.engine import callsite, forms
 from placement_audit.engine.doubts import Carried, Doubts, Vector
 from placement_audit.engine.forms import Made
-from placement_audit.engine.implied import Implied, Rules
+from placement_audit.engine.implied import Call, Implied, Rules
 from placement_audit.engine.ledger import Ledger
 from placement_audit.engine.made import Makings, number_added, share
-from placement_audit.engine.optraits import OpTraits
 from placement_audit.engine.world import World
 from placement_audit.model import REPLICATE, Placement, PlacementKind, StateKind
 
@@ -42,17 +41,14 @@ class Through:
         self._rules = Rules()
         self.doubts = doubts
 
-    def results(
-        self,
-        func: Any,
-        traits: OpTraits,
-        args: Any,
-        kwargs: Any,
-        ins: list[torch.Tensor],
-        vectors: Sequence[Vector | None],
-        outs: list[torch.Tensor],
-    ) -> list[Vector]:
-        states = [self._ledger.vector(self._ledger.get(x)) for x in ins]
+    def results(self, call: Call, vectors: Sequence[Vector | None]) -> list[Vector]:
+        """What comes out of an op.
+
+        Args:
+            call: the op.
+            vectors: what is known of each of its inputs.
+        """
+        states = [self._ledger.vector(self._ledger.get(x)) for x in call.ins]
         columns: list[tuple[Carried | None, ...]] = []
         for d, ranks in enumerate(self._world.sizes):
             held = [None if v is None else v[d] for v in vectors]
@@ -62,87 +58,92 @@ class Through:
             ]
             apart = next((c for c in held if c is not None and c.broken and c.placement.is_shard), None)
             if apart is not None:
-                columns.append(tuple(apart if o.is_floating_point() else None for o in outs))
-                continue
-            if not any(held) or not all(known):
-                columns.append((None,) * len(outs))
-                continue
-            zero = [s[d].kind is StateKind.ZERO for s in states]
-            given = [REPLICATE if c is None else c.placement for c in held]
-            implied = self._rules.of(
-                func, ranks, args, kwargs, given, outs, passes_on=traits.passes_on, adds=traits.adds
-            )
-            columns.append(self._column(func, traits, d, args, kwargs, ins, held, zero, implied, outs))
+                columns.append(_all(call, apart))
+            elif not any(held) or not all(known):
+                columns.append((None,) * len(call.outs))
+            else:
+                given = [REPLICATE if c is None else c.placement for c in held]
+                implied = self._rules.of(call, ranks, given)
+                nothing = [i for i, s in enumerate(states) if s[d].kind is StateKind.ZERO]
+                columns.append(self._column(call, d, held, implied, nothing))
         return list(zip(*columns, strict=True))
 
     def _column(
-        self,
-        func: Any,
-        traits: OpTraits,
-        d: int,
-        args: Any,
-        kwargs: Any,
-        ins: list[torch.Tensor],
-        held: list[Carried | None],
-        zero: list[bool],
-        implied: Implied,
-        outs: list[torch.Tensor],
+        self, call: Call, d: int, held: list[Carried | None], implied: Implied, nothing: list[int]
     ) -> tuple[Carried | None, ...]:
-        """What comes out along one mesh dim."""
-        if traits.subtracts and len(ins) == 2 and same(*ins):
-            return (None,) * len(outs)  # nothing, for the sake of its derivative
-        broken = next((c.broken for c in held if c is not None and c.broken is not None), None)
-        part = next((c for c in held if c is not None and c.placement.is_shard), None)
+        """What comes out along one mesh dim.
+
+        Args:
+            call: the op.
+            d: index of the mesh dim.
+            held: what is known of each input.
+            implied: what the op does to placements.
+            nothing: inputs that are zero.
+        """
+        name = call.func._opname
+        if call.traits.subtracts and len(call.ins) == 2 and same(*call.ins):
+            return _all(call, None)  # nothing, for the sake of its derivative
+        there = [c for c in held if c is not None]
+        broken = next((c.broken for c in there if c.broken is not None), None)
+        part = next((c for c in there if c.placement.is_shard), None)
         if part is not None and self.doubts.of_readers and (implied.whole or NORM_OF_A_PART in implied.outs):
-            made = Carried(part.placement, broken=(func._opname, callsite.take(4)[1]))
-            return tuple(made if o.is_floating_point() else None for o in outs)
+            return _all(call, Carried(part.placement, broken=(name, callsite.take(1)[1])))
         if not implied.followed:
-            self.doubts.unfollowed[str(func), d] += 1
-            if (
-                not implied.applied
-                or broken is not None
-                or not outs[0].is_floating_point()
-                or not self._matters(ins)
-            ):
-                return (None,) * len(outs)
+            self.doubts.unfollowed[str(call.func), d] += 1
+            doubted = implied.applied and broken is None and call.outs[0].is_floating_point()
+            if not doubted or not self._matters(call.ins):
+                return _all(call, None)
             term = next(c for i, c in enumerate(held) if i in implied.applied and c is not None)
-            made = self.doubts.applied(d, func._opname, term.placement)
-            return tuple(made if o.is_floating_point() else None for o in outs)
-        uneven = any(c is not None and c.uneven for c in held)
-        if uneven and any(p is not None and p.reduce_op == "avg" for p in implied.outs):
-            if self._matters(ins):
-                self.doubts.averaged(
-                    d, func._opname, next(c.placement for c in held if c is not None and c.uneven)
-                )
-            return (None,) * len(outs)
-        first = next((c for c in held if c is not None and c.terms.value), None)
-        terms, at, op = forms.EMPTY, None, ""
-        scales = {c.scale * share(traits, args, kwargs, i) for i, c in enumerate(held) if c is not None}
-        scale = scales.pop() if traits.scales and len(scales) == 1 else _one(c.scale for c in held if c)
-        if first is not None:
-            at, op = first.at, first.op
-            for i, c in enumerate(held):
-                if c is not None:
-                    terms = terms.plus(c.terms.times(share(traits, args, kwargs, i)))
-        added = [i for i in implied.added if not zero[i]]
-        into_weights = traits.mutates and self.doubts.of_readers and 0 in added
-        if added and (into_weights or not self._matters(ins)):
-            return (None,) * len(outs)
-        number = number_added(traits, args, kwargs)
-        if number and part is None and self._matters(ins):
-            terms = terms.plus(Made(((forms.NUMBER, number),)))
-            if at is None:
-                at, op = callsite.take(4)[1], func._opname
-        for i in added:
-            terms = terms.plus(self._makings.of(ins[i]).times(share(traits, args, kwargs, i)))
-            if at is None:
-                at, op = callsite.take(4)[1], func._opname
+            return _all(call, self.doubts.applied(d, name, term.placement))
+        uneven = next((c for c in there if c.uneven), None)
+        if uneven is not None and any(p is not None and p.reduce_op == "avg" for p in implied.outs):
+            if self._matters(call.ins):
+                self.doubts.averaged(d, name, uneven.placement)
+            return _all(call, None)
+        made = self._with_terms(call, held, [i for i in implied.added if i not in nothing])
+        if made is None:
+            return _all(call, None)
         return tuple(
-            Carried(p, uneven and p.is_shard, scale, terms, at, op, broken)
+            replace(made, placement=p, uneven=uneven is not None and p.is_shard, broken=broken)
             if p is not None and followed(p)
             else None
             for p in implied.outs
         )
+
+    def _with_terms(self, call: Call, held: list[Carried | None], added: list[int]) -> Carried | None:
+        """The scale of what comes out, and the complete values in it; None where those are of no matter.
+
+        Args:
+            call: the op.
+            held: what is known of each input.
+            added: complete inputs that are added to a term.
+        """
+        traits = call.traits
+        number = number_added(traits, call.args, call.kwargs)
+        matters = self._matters(call.ins)
+        into_weights = traits.mutates and self.doubts.of_readers and 0 in added
+        if added and (into_weights or not matters):
+            return None
+
+        def share_of(i: int) -> Fraction:
+            return share(traits, call.args, call.kwargs, i)
+
+        there = [(i, c) for i, c in enumerate(held) if c is not None]
+        scales = {c.scale * share_of(i) if traits.scales else c.scale for i, c in there}
+        first = next((c for _, c in there if c.terms.value), None)
+        terms = forms.EMPTY
+        for i, c in there:
+            terms = terms.plus(c.terms.times(share_of(i)))
+        for i in added:
+            terms = terms.plus(self._makings.of(call.ins[i]).times(share_of(i)))
+        if number and matters and not any(c.placement.is_shard for _, c in there):
+            terms = terms.plus(Made(((forms.NUMBER, number),)))
+        if first is not None:
+            at, op = first.at, first.op
+        else:
+            at, op = (callsite.take(1)[1], call.func._opname) if terms.value else (None, "")
+        scale = scales.pop() if len(scales) == 1 else Fraction(1)
+        return Carried(there[0][1].placement, scale=scale, terms=terms, at=at, op=op)
 
     def _matters(self, ins: list[torch.Tensor]) -> bool:
         """Whether a gradient flows through it, or it is one."""
@@ -151,10 +152,9 @@ class Through:
         return any(self._ledger.is_grad(self._ledger.get(x)) for x in ins)
 
 
-def _one(scales: Iterable[Fraction]) -> Fraction:
-    """The one scale of several tensors; 1 where they differ."""
-    found = set(scales)
-    return found.pop() if len(found) == 1 else Fraction(1)
+def _all(call: Call, made: Carried | None) -> tuple[Carried | None, ...]:
+    """The same of all results that are numbers at all."""
+    return tuple(made if o.is_floating_point() else None for o in call.outs)
 
 
 def followed(p: Placement) -> bool:
