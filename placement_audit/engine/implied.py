@@ -113,7 +113,7 @@ class Rules:
         terms = tuple(i for i, p in enumerate(given) if _is_sum(p))
         if any(given[i].is_shard for i in off):
             return Implied(nothing.outs, whole=True, followed=False)
-        if not off or not all(_is_sum(given[i]) and not _is_sum(wants[i]) for i in off):
+        if not off or adds or not all(_is_sum(given[i]) and not _is_sum(wants[i]) for i in off):
             return nothing
         match additive(func, args, kwargs, terms):
             case True:

@@ -57,9 +57,9 @@ like.""",
     + """
 
 Here the rule wants the terms summed before the op, the op is not additive when it is tried on random numbers, and
-a gradient flows through it, or it is one. It is an error where the results are summed over the ranks as if they
-were terms, else a warning: what is computed may serve another end. With measured evidence it is told only
-where the loss is off (or an update, for what is done to gradients).""",
+a gradient flows through it, or it is one. It is a warning, also where the results are summed over the ranks then:
+each rank's own mean and the squares of its distance from the whole's are what a variance is put together from.
+With measured evidence it is told only where the loss is off (or an update, for what is done to gradients).""",
     bad="""\
 y = F.linear(hidden, w_down_shard)      # one term a tp rank
 y = F.gelu(y)

@@ -38,12 +38,8 @@ def value_findings(trace: Trace, m: Measurement | None, *, update_off: bool) -> 
 def wrong_forward(trace: Trace) -> str | None:
     """Why no gradient is one device's, by the trace alone: a sentence; None where nothing says so."""
     for x in trace.value_doubts:
-        if x.after_backward or not _sure(trace, x):
-            continue
-        if x.kind == "added":
+        if not x.after_backward and _sure(trace, x):
             return f"the forward counts {_names(x)} on each rank ({x.call_site}), so that no gradient is one device's"
-        if x.kind == "applied":
-            return f"the forward sums {x.op} of terms ({x.call_site}), so that no gradient is one device's"
     return None
 
 
@@ -53,9 +49,7 @@ def value_contradictions(trace: Trace, m: Measurement) -> Iterator[Contradiction
         if not x.after_backward and _sure(trace, x) and not _loss_off(m):
             yield Contradiction(
                 mesh_dim=x.mesh_dim,
-                traced=f"{_names(x)} is counted on each rank at {x.call_site}"
-                if x.kind == "added"
-                else f"{x.op} of terms is summed, which was applied at {x.call_site}",
+                traced=f"{_names(x)} is counted on each rank at {x.call_site}",
                 measured=f"the loss is right within {m.tolerance:.0e}",
             )
 
@@ -65,13 +59,8 @@ def _loss_off(m: Measurement) -> bool:
 
 
 def _sure(trace: Trace, x: ValueDoubt) -> bool:
-    """Whether nothing that was missed could make it right.
-
-    Another rank adds the same, whole; or what was made of the terms was summed, as if it were terms.
-    """
-    if x.kind == "added":
-        return bool(trace.other_ranks) and any(abs(n) == 1 for _, n in x.counted)
-    return x.kind == "applied" and x.summed_at is not None
+    """Another rank adds the same, whole: no number that divides it could have been missed."""
+    return x.kind == "added" and bool(trace.other_ranks) and any(abs(n) == 1 for _, n in x.counted)
 
 
 def _names(x: ValueDoubt) -> str:
@@ -117,7 +106,7 @@ def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
 
 
 def _applied(trace: Trace, x: ValueDoubt) -> Finding:
-    size, sure = trace.mesh.size(x.mesh_dim), _sure(trace, x)
+    size = trace.mesh.size(x.mesh_dim)
     of = "gradients" if x.after_backward else "values"
     return make_finding(
         "PA108",
@@ -136,8 +125,7 @@ def _applied(trace: Trace, x: ValueDoubt) -> Finding:
             ),
         ),
         path=_path(x),
-        next_step="reduce before" if sure else "reduce before; or let values decide: run with --measure",
-        severity=Severity.ERROR if sure else None,
+        next_step="reduce before; or let values decide: run with --measure",
     )
 
 

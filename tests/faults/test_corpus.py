@@ -29,6 +29,7 @@ NUMBERS_ONLY = {
 """Cases whose wrong variants leave no mark in a trace, by their own case.md, and why."""
 
 TOLD = {
+    ("12_grad_norm_counts_replicas", "bug_partial"): "PA108",
     ("21_reduce_dtype_tp", "bug"): "PA501",
     ("26_muon_on_shards", "bug"): "PA404",
 }
