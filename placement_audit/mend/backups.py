@@ -97,6 +97,10 @@ def _try_lock(folder: Path) -> int | None:
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except FileNotFoundError:
         return None  # the holder before us has just taken the folder away
+    except FileExistsError:
+        if folder.is_symlink() or folder.is_file():
+            raise
+        return None  # likewise: it was there a moment ago, and is not to be found now
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The holder before us may have unlinked the very file that we waited for.
