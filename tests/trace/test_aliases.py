@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from placement_audit.engine.pieces import Pieces
 from placement_audit.states import INVARIANT, VARYING, ZERO
 from placement_audit.verdicts import Verdict
-from tests.trace.megatron import ROWS
+from tests.faults.family import Bag
+from tests.trace.megatron import ROWS, Copy, Reduce
 from tests.trace.megatron import audit as audit_plain
 from tests.trace.test_flow import Bench
 from tests.trace.worlds import audit, fake_mesh, judgement, of_rule, verdicts
@@ -258,3 +259,22 @@ def test_a_reduction_in_a_buffer_is_the_parameter_s_whose_bytes_it_covers() -> N
     assert [b.param_fqn for b in report.trace.boundaries] == ["weight", "bias", None]
     assert {j.verdict for j in report.judgements} == {Verdict.DOUBLE_REDUCTION}
     assert [f.path[0].call_site.code_line[:15] for f in of_rule(report, "PA202")] == ["dist.all_reduce"] * 2
+
+
+def test_gradients_put_side_by_side_keep_their_states() -> None:
+    """A bucket by hand: one sum over dp for a part and a complete gradient, which tp tells apart."""
+    mesh = fake_mesh(dp=2, tp=2)
+    model, x = Bag(gain=torch.ones(4), w=torch.randn(2, 4)), torch.randn(8, 4)
+
+    def step() -> None:
+        group = mesh.get_group("tp")
+        Reduce.apply(F.linear(Copy.apply(x * model.gain, group), model.w).square().sum(), group).backward()
+        grads = [p.grad for p in model.parameters()]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat, group=mesh.get_group("dp"))
+        for g, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            g.copy_(summed.view_as(g))
+
+    report = audit_plain(model, mesh, step, inputs=(x,), batch_dims=("dp",), declared={"w": {"tp": ROWS}})
+    assert verdicts(report, "gain") == {"dp": Verdict.OK, "tp": Verdict.OK}
+    assert verdicts(report, "w") == {"dp": Verdict.OK, "tp": Verdict.OK}
