@@ -234,7 +234,7 @@ class Flow(EagerMode):
             if traits.foreach_in_place:
                 changed = written_foreach(ledger, traits, args)
                 if traits.scales:
-                    self._tell_scaled(func, args, args[0])
+                    self._tell_scaled(traits, args, args[0])
                 if self.on_written is not None:
                     self.on_written(changed)
             elif traits.packs:
@@ -288,15 +288,15 @@ class Flow(EagerMode):
                 # A view of an input must not rewrite the input.
                 ledger.put_alone(o, sid)
         if traits.scales and len(ins) - traits.into == len(outs):
-            self._tell_scaled(func, args, outs)
+            self._tell_scaled(traits, args, outs)
         if self.params and not in_backward():
             self._follow_param(func, ins, in_keys, out, out_keys)
         return out
 
-    def _tell_scaled(self, func: Any, args: Any, outs: list[torch.Tensor]) -> None:
+    def _tell_scaled(self, traits: OpTraits, args: Any, outs: list[torch.Tensor]) -> None:
         number = args[1] if len(args) > 1 else None
         if self.on_scaled is not None and isinstance(number, int | float) and number:
-            by = 1 / number if "div" in func._opname else number
+            by = 1 / number if traits.divides else number
             for o in outs:
                 self.on_scaled(o, by)
 

@@ -20,12 +20,10 @@ from placement_audit.dtensor_api import (
     local_of,
     storage_key,
 )
+from placement_audit.engine import forms
 from placement_audit.engine.intercept import Interceptor
 from placement_audit.model import State
 from placement_audit.tracing import Phase
-
-_LARGEST = 1 << 20
-"""Numbers of ranks that are thought of."""
 
 
 class Scaling:
@@ -45,7 +43,7 @@ class Scaling:
 
     def scaled(self, x: torch.Tensor, by: float) -> None:
         """A tensor was multiplied by a number: by how many ranks, and along which mesh dim?"""
-        factor = Fraction(by).limit_denominator(_LARGEST) if by > 0 else Fraction(1)
+        factor = forms.number(by) if by > 0 else Fraction(1)
         ranks = factor if factor > 1 else 1 / factor if factor else Fraction(1)
         if ranks == 1 or ranks not in self._flow.world.sizes or isinstance(x, DTensor):
             return

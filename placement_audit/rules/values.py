@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from placement_audit.measurement import Measurement
 from placement_audit.rules.finding import make_finding
@@ -76,28 +77,34 @@ def _path(x: ValueDoubt) -> tuple[PathStep, ...]:
     return cause, PathStep(role=role, kind=kind, call_site=x.summed_at, boundary=-1)
 
 
+def _finding(x: ValueDoubt, rule_id: str, *, why: str, module_fqn: str | None = None, **said: Any) -> Finding:
+    """A finding of a rule: where it is, and by what evidence, is the same of all; the rest as of `make_finding`."""
+    return make_finding(
+        rule_id,
+        param_fqn=said.pop("param_fqn", None),
+        module_fqn=x.module_fqn if module_fqn is None else module_fqn,
+        mesh_dim=x.mesh_dim,
+        evidence=(Evidence(strength="traced", statement=why),),
+        path=_path(x),
+        **said,
+    )
+
+
 def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
     size = trace.mesh.size(x.mesh_dim)
     (name, n), *more = x.counted
     often = "not once" if more else f"{size if name == '1' else abs(n) * size} times"
     named = [fqn for fqn, _ in x.counted if fqn not in ("", "1")]
     what = "gradients" if x.after_backward else "the forward"
-    return make_finding(
+    return _finding(
+        x,
         "PA107",
         param_fqn=named[0] if len(named) == 1 else None,
-        module_fqn=x.module_fqn,
-        mesh_dim=x.mesh_dim,
         message=f'{_names(x)} is added to each "{x.mesh_dim}" rank\'s term of a sum, and counted {often}',
         expected=f"once: added after the sum, or divided by {size}",
         observed=f"each of the {size} ranks adds it, then the ranks are summed: {often}",
-        evidence=(
-            Evidence(
-                strength="traced",
-                statement=f"in {what}, {x.op} adds a value that is equal on the {size} ranks to one that is "
-                f'{x.carried} on "{x.mesh_dim}" by torch\'s sharding rules',
-            ),
-        ),
-        path=_path(x),
+        why=f"in {what}, {x.op} adds a value that is equal on the {size} ranks to one that is "
+        f'{x.carried} on "{x.mesh_dim}" by torch\'s sharding rules',
         next_step="add it after the reduction"
         if sure
         else "add it after the reduction; values decide where only some ranks add it: run with --measure",
@@ -108,64 +115,40 @@ def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
 def _applied(trace: Trace, x: ValueDoubt) -> Finding:
     size = trace.mesh.size(x.mesh_dim)
     of = "gradients" if x.after_backward else "values"
-    return make_finding(
+    return _finding(
+        x,
         "PA108",
-        param_fqn=None,
-        module_fqn=x.module_fqn,
-        mesh_dim=x.mesh_dim,
         message=f'{x.op} is applied to {of} of which each of the {size} "{x.mesh_dim}" ranks holds one term'
         + (", and the results are summed" if x.summed_at is not None else ""),
         expected="the terms summed first",
         observed=f'{x.carried} on "{x.mesh_dim}"',
-        evidence=(
-            Evidence(
-                strength="traced",
-                statement=f"torch's sharding rule of {x.op} wants the terms summed; no collective over "
-                f'"{x.mesh_dim}" came since they arose',
-            ),
-        ),
-        path=_path(x),
+        why=f"torch's sharding rule of {x.op} wants the terms summed; no collective over "
+        f'"{x.mesh_dim}" came since they arose',
         next_step="reduce before; or let values decide: run with --measure",
     )
 
 
 def _declared(x: ValueDoubt) -> Finding:
-    return make_finding(
+    return _finding(
+        x,
         "PA109",
-        param_fqn=None,
-        module_fqn=x.module_fqn,
-        mesh_dim=x.mesh_dim,
         message=f'from_local declares {x.declared} on "{x.mesh_dim}" a value that is {x.carried}',
         expected=str(x.carried),
         observed=str(x.declared),
-        evidence=(
-            Evidence(
-                strength="traced",
-                statement="followed through the plain ops that made it, by torch's sharding rules",
-            ),
-        ),
-        path=(PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1),),
+        why="followed through the plain ops that made it, by torch's sharding rules",
         next_step="declare what it is and redistribute; or let values decide: run with --measure",
     )
 
 
 def _averaged(x: ValueDoubt) -> Finding:
-    return make_finding(
+    return _finding(
+        x,
         "PA110",
-        param_fqn=None,
-        module_fqn=x.module_fqn,
-        mesh_dim=x.mesh_dim,
         message=f'{x.op} is taken over parts that are not of one size on the "{x.mesh_dim}" ranks',
         expected="a sum, divided by the number of elements of the whole",
         observed=f"{x.carried}, in parts of different sizes: an element of a small part weighs more",
-        evidence=(
-            Evidence(
-                strength="traced",
-                statement=f'the whole does not divide by the ranks of "{x.mesh_dim}"; the mean of each rank\'s part '
-                "is no term of the mean",
-            ),
-        ),
-        path=(PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1),),
+        why=f'the whole does not divide by the ranks of "{x.mesh_dim}"; the mean of each rank\'s part '
+        "is no term of the mean",
         next_step="sum, and divide by the whole's number; or let values decide: run with --measure",
     )
 
@@ -173,21 +156,15 @@ def _averaged(x: ValueDoubt) -> Finding:
 def _updated(trace: Trace, x: ValueDoubt) -> Finding:
     (fqn, _), *_ = x.counted
     size = trace.mesh.size(x.mesh_dim)
-    return make_finding(
+    return _finding(
+        x,
         "PA404",
         param_fqn=fqn,
         module_fqn=fqn.rpartition(".")[0],
-        mesh_dim=x.mesh_dim,
         message=f'the update of {fqn} is made by {x.op} of each "{x.mesh_dim}" rank\'s part, which needs the whole',
         expected="the whole gradient, or a collective",
         observed=f'{x.carried} on "{x.mesh_dim}": {size} ranks each take {x.op} of their own part',
-        evidence=(
-            Evidence(
-                strength="traced",
-                statement=f"torch's sharding rule of {x.op} would communicate here, and nothing was communicated "
-                f'over "{x.mesh_dim}" since',
-            ),
-        ),
-        path=_path(x),
+        why=f"torch's sharding rule of {x.op} would communicate here, and nothing was communicated "
+        f'over "{x.mesh_dim}" since',
         next_step="gather it before (full_tensor()); where the optimizer is meant to work block by block, suppress it",
     )
