@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import placement_audit
-from placement_audit import AuditError, Job, audit, audit_factory, render, watch
+from placement_audit import AuditError, Job, audit, audit_factory, cli, render, watch
 from placement_audit.report.way import explain_param
 from placement_audit.verdicts import Outcome, Report, Verdict
 from tests.faults.family import Bag, draw, laid_out, mine, on
@@ -372,6 +372,26 @@ def test_a_factory_may_return_model_step_and_mesh() -> None:
     report = audit_factory(build, world_size=4)
     assert report.trace.mesh.shape == (4,)
     assert {(j.param_fqn, j.verdict) for j in report.judgements} == {("weight", "ok"), ("bias", "ok")}
+
+
+def test_a_parameter_of_a_program_of_one_s_own_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "explained_program.py"
+    program.write_text(
+        "import torch\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "def build(width):\n"
+        '    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))\n'
+        "    model = torch.nn.Linear(width, 3)\n"
+        "    return model, lambda: model(torch.ones(2, width)).sum().backward(), mesh\n"
+    )
+    asked = ["explain", "weight", "--run", f"{program}:build", "--world-size", "4", "--", "5"]
+    assert cli.main(asked) == 0
+    said = capsys.readouterr().out
+    assert "shape       3 x 5, float32" in said
+    assert "mesh        tp 4 (4 ranks)" in said
+    assert "verdict     tp ok: complete" in said
 
 
 def test_importing_the_package_imports_no_torch() -> None:
