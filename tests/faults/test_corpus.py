@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from placement_audit.verdicts import GOOD, Report, Verdict
 from tests.faults.corpus import CASES, Item, items, measured, traced
-from tests.gloo.ranks import on_ranks
+from tests.gloo.ranks import apart, on_ranks
 
 ALL = list(items())
 
@@ -38,13 +36,6 @@ TOLD = {
 WRONG = ("WRONG", "MISSING")
 
 
-@pytest.fixture
-def no_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def reports() -> dict[Item, Any]:
     """The measured reports: two launches."""
@@ -62,8 +53,8 @@ def ids(item: object) -> str:
 
 @pytest.mark.trace
 @pytest.mark.parametrize("item", ALL, ids=ids)
-def test_traced(item: Item, no_group: None) -> None:
-    found = traced(item)
+def test_traced(item: Item) -> None:
+    found = apart(traced, item)
     if found is None:
         pytest.skip("this torch lacks what the variant needs")
     report, expected = found

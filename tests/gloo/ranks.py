@@ -45,33 +45,58 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any, deadline: float =
     Raises:
         RanksFailed: not all of them came to their end.
     """
+    with tempfile.TemporaryDirectory() as room:
+        return _forked(ranks, f"{room}/store", work, args, deadline)
+
+
+def apart(work: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> Any:
+    """Run ``work(*args)`` in one such process that has no process group: for a trace of code that is not ours.
+
+    What it imports, torchtitan for one, and what it leaves behind would be found by whichever test comes next.
+
+    Args:
+        work: a module-level function; what it returns is pickled.
+        args: for it; pickled.
+        deadline: seconds; a process that is not done is killed.
+
+    Returns:
+        What it returned.
+
+    Raises:
+        RanksFailed: it did not come to its end.
+    """
+    return _forked(1, None, work, args, deadline)[0]
+
+
+def _forked(
+    ranks: int, store: str | None, work: Callable[..., Any], args: tuple[Any, ...], deadline: float
+) -> list[Any]:
     context = _context()
     end = time.monotonic() + deadline
     answers: dict[int, tuple[bool, Any]] = {}
-    with tempfile.TemporaryDirectory() as room:
-        processes, pipes = [], {}
-        try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                env = RankEnv(rank=rank, local_rank=rank, world_size=ranks)
-                process = context.Process(
-                    target=_rank, args=(env, f"{room}/store", theirs, deadline, work, args), daemon=True
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes[ours] = rank
-            # A failed rank leaves the others waiting in a collective: give them no more time than it takes to
-            # fail alike.
-            while pipes and (left := end - time.monotonic()) > 0:
-                for pipe in wait(list(pipes), timeout=left):
-                    answers[pipes.pop(pipe)] = _answer(pipe)
-                if not all(ok for ok, _ in answers.values()):
-                    end = min(end, time.monotonic() + 2)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    processes, pipes = [], {}
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            env = RankEnv(rank=rank, local_rank=rank, world_size=ranks)
+            process = context.Process(
+                target=_rank, args=(env, store, theirs, deadline, work, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[ours] = rank
+        # A failed rank leaves the others waiting in a collective: give them no more time than it takes to
+        # fail alike.
+        while pipes and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(pipes), timeout=left):
+                answers[pipes.pop(pipe)] = _answer(pipe)
+            if not all(ok for ok, _ in answers.values()):
+                end = min(end, time.monotonic() + 2)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     if not (len(answers) == ranks and all(ok for ok, _ in answers.values())):
         raise RanksFailed(_message(ranks, answers))
     return [answers[r][1] for r in range(ranks)]
@@ -111,7 +136,7 @@ def _context() -> Any:
 
 def _rank(
     env: RankEnv,
-    store: str,
+    store: str | None,
     pipe: Connection,
     deadline: float,
     work: Callable[..., Any],
@@ -122,16 +147,20 @@ def _rank(
 
         from placement_audit.pipeline import quiet
 
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=deadline),
-        )
-        with quiet():
-            result = work(env, *args)
-        dist.barrier()
+        if store is None:
+            with quiet():
+                result = work(*args)
+        else:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=timedelta(seconds=deadline),
+            )
+            with quiet():
+                result = work(env, *args)
+            dist.barrier()
         pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
