@@ -129,7 +129,8 @@ def judge(
         findings += tuple(measured_findings(trace, judgements, measurement, contradictions, drifts))
         findings = tuple(located(findings, measurement))
     spoilt = any(f.rule_id == WRONG_UPDATE.id for f in findings)
-    findings += tuple(value_findings(trace, measurement, update_off=spoilt))
+    off = any(j.verdict not in (*GOOD, Verdict.NOT_JUDGED) for j in judgements)
+    findings += tuple(value_findings(trace, measurement, gradient_off=off, update_off=spoilt))
     findings = with_remedies(trace, findings, judgements, measured=measurement is not None)
     return settled(
         Report(

@@ -251,8 +251,9 @@ class ValueDoubt:
     Attributes:
         kind: "added", complete values were added to each rank's term of a sum, which then was summed; "applied",
             an op that is not additive was applied to a term; "declared", `from_local` was told another placement;
-            "averaged", a mean was taken over parts of different sizes; "updated", a part of a parameter was updated
-            with what an op that needs the whole made of parts.
+            "averaged", a mean was taken over parts of different sizes; "left_out", the backward of log_softmax was
+            left to nll_loss where the gradient is not nll_loss's; "updated", a part of a parameter was updated with
+            what an op that needs the whole made of parts.
         mesh_dim: along which the value varies.
         op: that did it, e.g. "add".
         call_site: first frame outside torch.

@@ -106,6 +106,10 @@ class Doubts:
                 "updated", d, op, c.placement, at, of=((fqn, Fraction(1)),), summed=written, after=True
             )
 
+    def left_out(self, d: int, carried: Placement, site: callsite.RawSite | None, module_fqn: str) -> None:
+        """The backward of log_softmax on parts of the classes handed on a gradient that needed it."""
+        self._note("left_out", d, "log_softmax", carried, site, module_fqn=module_fqn)
+
     def labelled(self, c: Carried, d: int, label: Placement) -> None:
         """`from_local` gives a value a label."""
         if label == c.placement:
@@ -152,6 +156,7 @@ class Doubts:
         declared: Placement | None = None,
         of: tuple[tuple[str, Fraction], ...] = (),
         after: bool = False,
+        module_fqn: str | None = None,
     ) -> None:
         after = after or self.of_readers
         if summed is not None:  # that is worse than what was known of it
@@ -161,7 +166,9 @@ class Doubts:
             for x in less:
                 after = after or x.after
                 del self.found[x]
-        doubt = RawDoubt(kind, d, op, site, summed, carried, declared, of, after, self.module_fqn())
+        if module_fqn is None:
+            module_fqn = self.module_fqn()
+        doubt = RawDoubt(kind, d, op, site, summed, carried, declared, of, after, module_fqn)
         self.found[doubt] = None
 
 

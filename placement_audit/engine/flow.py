@@ -36,6 +36,7 @@ from placement_audit.engine.inplace import (
 )
 from placement_audit.engine.labelled import Labelled
 from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.leftout import LeftOut
 from placement_audit.engine.opargs import covers, flat, shares, tensors
 from placement_audit.engine.optraits import OpTraits, traits_of
 from placement_audit.engine.optraits import known as _traits
@@ -76,6 +77,7 @@ class Flow(EagerMode):
         on_scaled: called with (result, factor) where a tensor is multiplied by a number; None for nobody.
         stream: takes down the plain ops, and knows whose numbers differ between ranks; None for nobody.
         carry: what plain tensors are, placement for placement.
+        left_out: knows the backwards that torch leaves to another op's.
         on_op: called at each op of the forward, but for those inside a DTensor's; None for nobody.
         on_written: called with the tensors that an op or a collective wrote in place, afterwards; None for nobody.
     """
@@ -99,6 +101,7 @@ class Flow(EagerMode):
         self.labelled = Labelled(ledger, world)
         self.traffic = Traffic(ledger, world, on_collective)
         self.carry = Carry(ledger, world, self.params)
+        self.left_out = LeftOut(world, self.carry.doubts)
         self.on_use = on_use
         self.seeding = False
         self.stream: Stream | None = None
@@ -130,6 +133,10 @@ class Flow(EagerMode):
     # ---- DTensor ops
 
     def _dtensor_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        ins = tensors(args, kwargs)
+        told = self.left_out.watches(func._opname)
+        if told:
+            self.left_out.begins(func._opname, ins)
         self._entered = func
         self._inside += 1
         try:
@@ -137,8 +144,10 @@ class Flow(EagerMode):
         finally:
             self._entered = None
             self._inside -= 1
-        ins = tensors(args, kwargs)
         outs = [out] if isinstance(out, torch.Tensor) else flat(out)
+        if told:
+            traits = _traits.get(func) or traits_of(func)
+            self.left_out.ran(func._opname, traits, args, ins, outs)
         for o in outs:
             if isinstance(o, DTensor):
                 self.labelled.settle(o, ins)

@@ -1,4 +1,4 @@
-"""PA107 to PA110: what is said of values that were followed through plain ops."""
+"""PA107 to PA111: what is said of values that one device would hardly have, and of a backward that it would."""
 
 from __future__ import annotations
 
@@ -117,4 +117,41 @@ dist.all_reduce(loss, group=tp_group)""",
     fix="Sum, and divide by the number of elements of the whole.",
 )
 
-VALUE_RULES = (COUNTED_PER_RANK, APPLIED_TO_A_TERM, DECLARED_OTHERWISE, MEAN_OF_UNEQUAL_PARTS)
+BACKWARD_LEFT_OUT = Rule(
+    id="PA111",
+    name="backward-left-out",
+    severity=Severity.ERROR,
+    summary="log_softmax under loss_parallel is read by something other than nll_loss, and has no backward.",
+    why="""\
+Under `loss_parallel` the backward of log_softmax over sharded classes hands on the gradient that it is given:
+nll_loss's backward has done the work of both. An entropy bonus, a KL or a distillation term is made of log_softmax's
+result as well and gets no backward of it; nor does a result that was scaled before nll_loss. The loss is right, every
+placement is, and every parameter before the logits has a wrong gradient.
+
+Measured on two ranks with half an entropy term beside the cross-entropy: gradients off by a fifth.""",
+    how_judged="""\
+The gradient that comes to the log_softmax of a DTensor is followed from where it began. Sums of what nll_loss's
+backward left are right; any other gradient needs the backward that was left out. Only one that sums to zero over the
+classes would do without. With measured evidence it is told where a gradient is off.""",
+    bad="""\
+with loss_parallel():
+    logp = F.log_softmax(logits, -1)               # logits: Shard(-1) on tp
+    loss = F.nll_loss(logp, labels) - 0.01 * entropy(logp)
+    loss.backward()""",
+    good="""\
+with loss_parallel():
+    whole = logits.redistribute(placements=[Replicate()]).to_local()
+    bonus = entropy(F.log_softmax(whole, -1))      # the same on all tp ranks
+    loss = F.cross_entropy(logits, labels).full_tensor() - 0.01 * bonus
+    loss.backward()""",
+    fix="Take log_softmax of gathered logits for whatever is not nll_loss.",
+    links=(Link(ref="pytorch/pytorch#190746", about="the backward of log_softmax under loss_parallel"),),
+)
+
+VALUE_RULES = (
+    COUNTED_PER_RANK,
+    APPLIED_TO_A_TERM,
+    DECLARED_OTHERWISE,
+    MEAN_OF_UNEQUAL_PARTS,
+    BACKWARD_LEFT_OUT,
+)

@@ -1,4 +1,4 @@
-"""PA107 to PA110, PA404: plain values that one device would hardly have."""
+"""PA107 to PA111, PA404: plain values that one device would hardly have."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from placement_audit.verdicts import Evidence, Finding, PathStep, Severity
 from placement_audit.weigh import Contradiction
 
 
-def value_findings(trace: Trace, m: Measurement | None, *, update_off: bool) -> Iterator[Finding]:
+def value_findings(
+    trace: Trace, m: Measurement | None, *, gradient_off: bool, update_off: bool
+) -> Iterator[Finding]:
     """All of a trace; numbers decide where there are any.
 
     Args:
         trace: of the step.
         m: measured.
+        gradient_off: a gradient was measured wrong.
         update_off: a parameter was measured wrong after clipping and a step although its gradient was right.
     """
     for x in trace.value_doubts:
-        if m is not None and not (update_off if x.after_backward else _loss_off(m)):
+        off = update_off if x.after_backward else gradient_off if x.kind == "left_out" else m and _loss_off(m)
+        if m is not None and not off:
             continue
         match x.kind:
+            case "left_out":
+                yield _left_out(x)
             case "added":
                 yield _counted(trace, x, sure=_sure(trace, x) or m is not None)
             case "applied":
@@ -39,6 +45,10 @@ def value_findings(trace: Trace, m: Measurement | None, *, update_off: bool) -> 
 def wrong_forward(trace: Trace) -> str | None:
     """Why no gradient is one device's, by the trace alone: a sentence; None where nothing says so."""
     for x in trace.value_doubts:
+        if x.kind == "left_out":
+            return (
+                f"log_softmax at {x.call_site} has no backward, so that no gradient before it is one device's"
+            )
         if not x.after_backward and _sure(trace, x):
             return f"the forward counts {_names(x)} on each rank ({x.call_site}), so that no gradient is one device's"
     return None
@@ -125,6 +135,19 @@ def _applied(trace: Trace, x: ValueDoubt) -> Finding:
         why=f"torch's sharding rule of {x.op} wants the terms summed; no collective over "
         f'"{x.mesh_dim}" came since they arose',
         next_step="reduce before; or let values decide: run with --measure",
+    )
+
+
+def _left_out(x: ValueDoubt) -> Finding:
+    return _finding(
+        x,
+        "PA111",
+        message="log_softmax under loss_parallel got a gradient that is not nll_loss's, and handed it on as it was",
+        expected="the backward of log_softmax, or nll_loss alone behind it",
+        observed=f'classes {x.carried} on "{x.mesh_dim}": its backward is left to that of nll_loss',
+        why="followed from where it began, the gradient is no sum of what nll_loss's backward left",
+        next_step="take log_softmax of gathered logits for what is not nll_loss: "
+        "F.log_softmax(logits.redistribute(placements=[Replicate()]).to_local(), -1)",
     )
 
 

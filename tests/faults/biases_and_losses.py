@@ -141,8 +141,68 @@ ENTROPY = Family(
     name="log_softmax under loss_parallel",
     about="its backward there is right for nll_loss alone; an entropy term gets a wrong gradient",
     mesh={"tp": 2},
-    variants={"on whole logits": RIGHT, "inside": Expect(gradients=off("proj", "head"))},
+    variants={
+        "on whole logits": RIGHT,
+        "inside": Expect(gradients=off("proj", "head"), rules=("PA111",)),
+    },
     job=_entropy,
+)
+
+
+def _read(logp: torch.Tensor, y: Any, variant: str) -> Any:
+    """What is made of one log_softmax's result; `y` are the labels."""
+    nll = F.nll_loss(logp, y)
+    match variant:
+        case "twice":
+            return 0.3 * nll + F.nll_loss(logp, y, reduction="sum") / 3
+        case "scaled":
+            return F.nll_loss(
+                logp * 0.9, y
+            )  # nll_loss's backward takes what it is given for log_softmax's result
+        case "rows":
+            return F.nll_loss(logp.view(T // 2, 2, V).transpose(1, 2), y.view(T // 2, 2))
+        case "some rows":
+            return F.nll_loss(logp[: T // 2], y[: T // 2]) + F.nll_loss(logp[0], y[0])
+        case "penalised":
+            return nll - 0.1 * logp.mean()
+        case "penalty":
+            return -0.1 * logp.mean()
+        case _:
+            return nll + F.nll_loss(logp - 0.1 * logp.exp(), y)
+
+
+def _readers(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", T, D, scale=1), torch.arange(T) % V
+    values = {"head": draw("head", V, D, scale=1)}
+    model = Bag(head=laid_out(values["head"], mesh, Shard(0)))
+
+    def step() -> None:
+        with loss_parallel():
+            logp = F.log_softmax(F.linear(on(x, mesh, R), model.head), -1)
+            _read(logp, on(y, mesh, R), variant).full_tensor().backward()
+
+    def loss(m: Any) -> torch.Tensor:
+        return _read(F.log_softmax(F.linear(x, m.head), -1), y, variant)
+
+    return Job(model=model, step=step, mesh=mesh, inputs=(x, y), reference=one_device(Bag(**values), loss))
+
+
+_UNREAD = Expect(gradients=off("head"), rules=("PA111",))
+
+LOG_SOFTMAX = Family(
+    name="what reads a log_softmax under loss_parallel",
+    about="sums of nll_loss's gradients have the backward of log_softmax in them; nothing else has",
+    mesh={"tp": 2},
+    variants={
+        "twice": RIGHT,
+        "rows": RIGHT,
+        "some rows": RIGHT,
+        "scaled": _UNREAD,
+        "penalised": _UNREAD,
+        "penalty": _UNREAD,
+        "mixed": _UNREAD,
+    },
+    job=_readers,
 )
 
 
@@ -175,4 +235,4 @@ TIED = Family(
     job=_tied,
 )
 
-FAMILIES = (ROW_BIAS, STOCK_BIAS, ENTROPY, TIED)
+FAMILIES = (ROW_BIAS, STOCK_BIAS, ENTROPY, LOG_SOFTMAX, TIED)

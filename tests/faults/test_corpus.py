@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(
 
 NUMBERS_ONLY = {
     "13_dp_averaged_twice": "an average of an average, or a loss that calls for it: how losses are summed",
-    "16_loss_parallel_log_softmax": "torch's own backward is wrong there",
     "24_local_mean_unequal_tokens": "which tokens are left out",
     "28_replicas_differ_at_init": "what replicas hold before the step",
     "T01_stock_simplefsdp": "its mismatch: a sum where the loss calls for an average",

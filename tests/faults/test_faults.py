@@ -18,8 +18,8 @@ ITEMS = [(f, v) for f in FAMILIES for v in f.variants]
 MEASURED = [(f, v) for f, v in ITEMS if f.measured]
 TRACED = [(f, v) for f, v in ITEMS if f.fake]
 
-VALUES = ("PA107", "PA108", "PA109", "PA110", "PA404")
-"""Of values that one device would hardly have."""
+VALUES = ("PA107", "PA108", "PA109", "PA110", "PA111", "PA404")
+"""Of values that one device would hardly have, and of a backward that it would."""
 
 
 def ids(item: object) -> str | None:
@@ -69,13 +69,13 @@ def test_traced(family: Family, variant: str, no_group: None) -> None:
     for name, wrong in seen.items():
         assert named(report, name)[wrong.on] in wrong.traced, name
     assert accused(report) == set(seen)
-    known = {"PA107", "PA201", "PA202", "PA203", "PA204", "PA206", "PA301", "PA302", "PA403"}
+    known = {"PA107", "PA111", "PA201", "PA202", "PA203", "PA204", "PA206", "PA301", "PA302", "PA403"}
     assert errors(report) <= known
     values = {r for r in expect.rules if r in VALUES}
     assert {f.rule_id for f in report.findings if f.rule_id in VALUES} == values
     assert {f.param_fqn for f in report.findings if f.rule_id == "PA403"} == expect.drifts
     assert report.outcome is (
-        Outcome.FINDINGS if seen or expect.drifts or "PA107" in values else Outcome.CLEAN
+        Outcome.FINDINGS if seen or expect.drifts or values & {"PA107", "PA111"} else Outcome.CLEAN
     )
     noted = {f.rule_id for f in report.findings if f.rule_id.startswith("PA5")}
     assert noted == {r for r in expect.rules if r.startswith("PA5")}

@@ -29,6 +29,7 @@ SEVERITIES = {
     "PA108": ("applied-to-a-term", Severity.WARNING),
     "PA109": ("declared-otherwise", Severity.WARNING),
     "PA110": ("mean-of-unequal-parts", Severity.WARNING),
+    "PA111": ("backward-left-out", Severity.ERROR),
     "PA201": ("lost-reduction", Severity.ERROR),
     "PA202": ("double-reduction", Severity.ERROR),
     "PA203": ("wrong-scale", Severity.ERROR),
