@@ -13,8 +13,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from placement_audit.measurement import Measurement
-from placement_audit.model import REPLICATE, Placement, State, StateKind
-from placement_audit.reading import describe, read_factor, shards_added_up
+from placement_audit.model import REPLICATE, Placement, PlacementKind, State, StateKind
+from placement_audit.reading import describe, misfit, read_factor, shards_added_up
 from placement_audit.rules.boundary import boundary_findings
 from placement_audit.rules.departures import located
 from placement_audit.rules.dtype import dtype_findings
@@ -257,13 +257,16 @@ def _verdict(
             Verdict.NOT_JUDGED,
             f"the parameter's mesh has a dim over {foreign[0]}, which is no dim of the world mesh",
         )
-    if label.is_shard and label != expected:
+    if PlacementKind.STRIDED_SHARD in (label.kind, expected.kind) and label.is_shard and label != expected:
         return Verdict.WRONG_PLACEMENT, f"the gradient is {label}, the parameter {expected}"
     if state.kind is StateKind.AMBIGUOUS:
         return Verdict.NOT_JUDGED, (
             "a value equal on all ranks, or one added to a per-rank term, is summed over them: whether the "
             "gradient is complete or one of its terms is for values to decide"
         )
+    told = next((m for i in state.blame if (m := misfit(trace.boundaries[i], name))), None)
+    if state.kind is StateKind.LOST and told is not None:
+        return Verdict.WRONG_PLACEMENT, f"on its way the gradient of what is {told[1]} was labelled {told[0]}"
     if state.kind is StateKind.LOST:
         return Verdict.LOST_REDUCTION, f"some of the {size} ranks' terms were dropped before they were summed"
     if state.kind is StateKind.MIXED:
@@ -292,6 +295,8 @@ def _verdict(
     if factor == baseline:
         if label.is_partial:
             return Verdict.DEFERRED, "right once reduced: whoever reads .grad must sum it over this mesh dim"
+        if label.is_shard and label != expected:
+            return Verdict.DEFERRED, f"right once redistributed: .grad is {label}, the parameter {expected}"
         if expected.is_shard and label.is_replicate:
             return Verdict.OK, "complete on every rank, although the parameter is a shard"
         return Verdict.OK, "average over the batch's mesh dim" if factor != 1 else "complete"

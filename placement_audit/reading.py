@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from placement_audit.model import Placement, State, StateKind
-from placement_audit.tracing import ParamRecord, Phase, Trace
+from placement_audit.tracing import Boundary, ParamRecord, Phase, Trace
 
 
 def read_factor(label: Placement, state: State, size: int) -> Fraction | None:
@@ -47,6 +47,26 @@ def describe(label: Placement, state: State, factor: Fraction | None, mesh_dim: 
     scale = "" if state.scale in (1, None) else f", scaled by {state.scale}"
     read = "" if factor is None or factor == 1 else f"; read so, it is {factor} times the true gradient"
     return f"{what}{scale}; its label is {label}{read}"
+
+
+def misfit(b: Boundary, mesh_dim: str) -> tuple[Placement, Placement] | None:
+    """What a boundary declares its gradient to be and what its tensor is, where the two cannot go together.
+
+    The local gradient has the shape of the local tensor: a shard's is that shard, and of what is none it is none.
+
+    Args:
+        b: the boundary.
+        mesh_dim: along which.
+
+    Returns:
+        (declared, the tensor's); None where they fit, or nothing was declared.
+    """
+    declared = b.grad_declared.on(mesh_dim) if b.grad_declared is not None else None
+    side = b.src if b.src is not None else b.dst
+    forward = side.on(mesh_dim) if side is not None else None
+    if declared is None or forward is None or declared == forward:
+        return None
+    return (declared, forward) if declared.is_shard or forward.is_shard else None
 
 
 def shards_added_up(trace: Trace, p: ParamRecord, dim: int) -> int | None:

@@ -278,6 +278,11 @@ def sliced(state: State, *, is_grad: bool) -> State:
     return as_part(state)
 
 
+def misread(state: State) -> State:
+    """After a part was labelled as a part of something else: what is made of it then is no one's gradient."""
+    return state if state.kind is StateKind.ZERO else State(StateKind.LOST, state.scale, state.blame)
+
+
 def belies(label: Placement, state: State) -> bool:
     """Whether a gradient's label along a mesh dim is false, given what the gradient really is.
 

@@ -86,6 +86,8 @@ class Crossings:
                     # A shard fed its own rank's term alone: the sum's gradient is all of its own part's.
                     return State(StateKind.VARYING, state.scale, state.blame)
                 return states.as_part(state)
+            if placement.is_shard or (primal.is_shard and placement.is_partial):
+                return states.blamed(states.misread(state), raw.index)
             if states.belies(placement, state):
                 return states.blamed(state, raw.index)
             return state

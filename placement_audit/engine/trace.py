@@ -216,7 +216,8 @@ class Tracer:
             self.flow.carry.collective(call, dims, sent)
         if owner is not None:
             owner.spanned.update(dims or ())
-            owner.summed.append((sent.numel() if sent is not None else 0, equal))
+            if phase is not Phase.BACKWARD:
+                owner.summed.append((sent.numel() if sent is not None else 0, equal))
         elif phase is Phase.FORWARD and sent is not None and self.ledger.is_grad(self.ledger.get(sent)):
             phase = Phase.BACKWARD  # by hand, after it
         raw = RawCollective(

@@ -34,7 +34,8 @@ def answer(
     if judgement is not None and verdict not in (Verdict.OK, Verdict.DEFERRED):
         return _wrong(trace, judgement, mesh_dim, where)
     if verdict is Verdict.DEFERRED or (verdict is None and label is not None and label.is_partial):
-        reader = f".grad is {label} on {mesh_dim} and whoever reads it must reduce it."
+        what = "redistribute" if label is not None and label.is_shard else "reduce"
+        reader = f".grad is {label} on {mesh_dim} and whoever reads it must {what} it."
         return (
             f"{where}; then {reader}" if where else f"No reduction over {mesh_dim} runs in backward: {reader}"
         )

@@ -25,7 +25,7 @@ from placement_audit.verdicts import GOOD, HYGIENE, Edit, Evidence, Finding, Out
 
 MEANINGS = {
     Verdict.OK: "complete, and what its label says",
-    Verdict.DEFERRED: "left Partial: right for readers that reduce it",
+    Verdict.DEFERRED: "left Partial or another shard: right for readers that redistribute it",
     Verdict.LOST_REDUCTION: "each rank holds its own term, nothing sums them",
     Verdict.DOUBLE_REDUCTION: "summed once more although complete",
     Verdict.WRONG_SCALE: "a wrong multiple",

@@ -203,9 +203,15 @@ def _everywhere(report: Report, remark: fold.Remark) -> bool:
 
 
 def who_must_reduce(report: Report, remark: fold.Remark) -> str:
-    """What is to be said of gradients that are left Partial."""
+    """What is to be said of gradients that are left Partial, or a shard where the parameter is another or none."""
     dims = listed(remark.mesh_dims)
     label = remark.label or "Partial"
+    if remark.label is not None and remark.label.is_shard:
+        return (
+            f"deferred: .grad is {label} on {dims} and the parameter is not, right once whoever reads it has "
+            "redistributed it: DTensor's ops do, and so clip_grad_norm_ and torch's optimizers; a reader of "
+            ".grad.to_local() does not. placement-audit explain PA401"
+        )
     torch = (version_of(report.trace.run, "torch") or "").partition("+")[0]
     known = tuple(int(n) for n in torch.split(".")[:2] if n.isdecimal())
     if known >= SEEN_TO_REDUCE:

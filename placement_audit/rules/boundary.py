@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from placement_audit.model import Placement, StateKind
+from placement_audit.reading import misfit
 from placement_audit.rules.finding import make_finding
 from placement_audit.states import belies
 from placement_audit.tracing import Boundary, Phase, Trace
@@ -77,11 +78,10 @@ def _declared_values(trace: Trace, b: Boundary, dim: int, name: str) -> Iterator
 
 def _declared_gradients(trace: Trace, b: Boundary, name: str) -> Iterator[Finding]:
     """``grad_placements`` that can't fit the forward placement."""
-    declared = b.grad_declared.on(name) if b.grad_declared is not None else None
-    side = b.src if b.src is not None else b.dst
-    forward = side.on(name) if side is not None else None
-    if declared is None or forward is None or _fits(forward, declared):
+    told = misfit(b, name)
+    if told is None:
         return
+    declared, forward = told
     yield make_finding(
         "PA104",
         param_fqn=b.param_fqn,
@@ -95,13 +95,9 @@ def _declared_gradients(trace: Trace, b: Boundary, name: str) -> Iterator[Findin
         ),
         path=_step(b),
         next_step=f'give grad_placements that fit {forward} on "{name}"',
+        # No gradient came through here, so that none is wrong for it.
+        severity=None if b.grad is not None else Severity.WARNING,
     )
-
-
-def _fits(forward: Placement, declared: Placement) -> bool:
-    if forward.is_shard:
-        return declared == forward
-    return not declared.is_shard
 
 
 def _fitting(forward: Placement) -> str:

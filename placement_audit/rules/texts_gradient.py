@@ -140,23 +140,20 @@ WRONG_PLACEMENT = Rule(
     severity=Severity.ERROR,
     summary="The placement of .grad cannot be read as the parameter's.",
     why="""\
-A reader that takes local parts (a fused or hand-written optimizer, a checkpoint of gradients) pairs
-each rank's part of the parameter with another part of the gradient. Shapes agree for square weights
-and even splits, so nothing raises.""",
+Each rank's part of the gradient is taken for another part of the parameter. Shapes agree for square weights and even
+splits, so nothing raises.""",
     how_judged="""\
-The gradient is a shard along another tensor dim than the parameter, a plain shard where that is a
-strided one, or a shard where the parameter is replicated. Or an all-reduce by hand added up the
-gradients of different shards, which nobody can take apart again. A Partial gradient is not meant
-here (PA401), nor is a Replicate gradient of a sharded parameter: that is complete on every rank, and
-the report says so.""",
+On its way a gradient was labelled a shard that its tensor was not (PA104 at the same call), it is a plain shard where
+the parameter is a strided one, or an all-reduce by hand added up the gradients of different shards, which nobody can
+take apart again. A true label that is only another one than the parameter's is not meant here: Partial, or a shard
+along another tensor dim, which DTensor's own ops leave and redistribute (PA401). Nor is a Replicate gradient of
+a sharded parameter: that is complete on every rank, and the report says so.""",
     bad="""\
-# w is Shard(0) on tp
-w.register_post_accumulate_grad_hook(
-    lambda p: setattr(p, "grad", p.grad.redistribute(placements=[Shard(1)])))""",
+# w is Shard(1) on tp
+y = x @ w.to_local(grad_placements=[Shard(0)])""",
     good="""\
-w.register_post_accumulate_grad_hook(
-    lambda p: setattr(p, "grad", p.grad.redistribute(placements=p.placements)))""",
-    fix="Redistribute the gradient to the parameter's placements, or declare them at the call that is named.",
+y = x @ w.to_local(grad_placements=[Shard(1)])""",
+    fix="Declare at the call that is named what the local tensor is.",
 )
 
 RANKS_DISAGREE_ON_PARAMETER = Rule(

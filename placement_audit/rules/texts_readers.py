@@ -9,11 +9,12 @@ DEFERRED_REDUCTION = Rule(
     id="PA401",
     name="deferred-reduction",
     severity=Severity.NOTE,
-    summary=".grad is left Partial: right once whoever reads it has reduced it.",
+    summary=".grad is left Partial, or another shard: right once whoever reads it has redistributed it.",
     why="""\
 The sum over the mesh dim has not been made when backward returns; the label says so, and a reader
 that minds labels makes it. Nothing is wrong yet, and there may be fewer collectives: declaring Partial
-at both ends of SimpleFSDP's wrapper turned 8 all-reduces into 3.
+at both ends of SimpleFSDP's wrapper turned 8 all-reduces into 3. The same is true of a shard: a product
+of a Replicate weight with a tensor that is Shard on another tensor dim leaves its gradient Shard.
 
 Readers that were seen to reduce: `clip_grad_norm_` and the optimizers of torch 2.13. Readers that do
 not: anything that takes `.grad.to_local()`, such as a hand-written optimizer (0.57 off after one
@@ -24,7 +25,7 @@ the right norm and leaves these gradients unclipped (norm weights scaled by 1.00
 0.0344), and foreach SGD with momentum is wrong from its second step. AdamW's first step hides it.""",
     how_judged="""\
 The gradient is labelled Partial along the mesh dim and really is one term a rank, with the right
-scale. Who reads it after backward is not followed.""",
+scale; or it is labelled a shard, by ops that mind labels, and the parameter is another or none.""",
     bad="""\
 # p.grad is Partial on tp: each rank applies its own term
 for p in params:

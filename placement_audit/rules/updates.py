@@ -49,7 +49,7 @@ def _finding(p: ParamRecord, update: UpdateRecord, j: Judgement, dim: int) -> Fi
     else:
         why = "it comes of a value that is each rank's own"
     differs = f"is one rank's {along}" if of_one else f"differs between the ranks {along}"
-    before = f"the gradient is {'left Partial' if deferred else 'complete'} {along} after backward"
+    before = f"the gradient is {f'left {j.observed}' if deferred else 'complete'} {along} after backward"
     after = "one rank's" if of_one else "each rank's own"
     return make_finding(
         "PA403",
@@ -63,7 +63,7 @@ def _finding(p: ParamRecord, update: UpdateRecord, j: Judgement, dim: int) -> Fi
             Evidence(strength="traced", statement=f"{before}; once it was read the {what} is {after}"),
         ),
         path=tuple(_path(update, spoilt=spoilt)),
-        next_step=_next_step(j.mesh_dim, spoilt=spoilt, deferred=deferred),
+        next_step=_next_step(j, spoilt=spoilt, deferred=deferred),
     )
 
 
@@ -85,10 +85,11 @@ def _known(site: CallSite | None) -> TypeGuard[CallSite]:
     return site is not None and site.path != _UNKNOWN
 
 
-def _next_step(mesh_dim: str, *, spoilt: bool, deferred: bool) -> str:
+def _next_step(j: Judgement, *, spoilt: bool, deferred: bool) -> str:
     if spoilt or not deferred:
-        return f'reduce that value over "{mesh_dim}" first; a total norm is the root of the sum of all ranks\' squares'
+        first = f'reduce that value over "{j.mesh_dim}" first'
+        return f"{first}; a total norm is the root of the sum of all ranks' squares"
     return (
         "read the complete gradient: p.grad.redistribute(placements=p.placements), "
-        f'or p.grad.full_tensor(); its label is Partial on "{mesh_dim}"'
+        f'or p.grad.full_tensor(); its label is {j.observed} on "{j.mesh_dim}"'
     )

@@ -4,6 +4,7 @@ from tests.faults import (
     biases_and_losses,
     data_parallel,
     dtensor_boundaries,
+    labels,
     plain_tensors,
     plain_values,
     readers,
@@ -16,6 +17,7 @@ FAMILIES = (
     *readers.FAMILIES,
     *plain_tensors.FAMILIES,
     *plain_values.FAMILIES,
+    *labels.FAMILIES,
 )
 
 BY_NAME = {f.name: f for f in FAMILIES}

@@ -24,7 +24,8 @@ class Truth:
     """Numbers of one variant.
 
     Attributes:
-        errors: relative error of each gradient, the worst over the ranks; infinite where one side has none.
+        errors: relative error of each gradient, the worst over the ranks; infinite where one side has
+            none, or one of another shape.
         multiples: of those that are wrong: how many times the reference they are, where they are a multiple.
         updates: relative error of each parameter's change by the optimizer; empty without one.
     """
@@ -35,9 +36,8 @@ class Truth:
 
     @property
     def wrong(self) -> set[str]:
-        return {
-            n for n, e in self.errors.items() if not e <= TOLERANCE
-        }  # a gradient that is no number is wrong
+        # Not at most the tolerance: a gradient that is no number is wrong, too.
+        return {n for n, e in self.errors.items() if not e <= TOLERANCE}
 
 
 def whole(x: torch.Tensor, job: Job, name: str, mesh: DeviceMesh) -> torch.Tensor:
@@ -67,6 +67,9 @@ def truth_of(job: Job, mesh: DeviceMesh) -> Truth:
             continue
         full = whole(g, job, name, mesh).double()
         r = r.double()
+        if full.shape != r.shape:
+            errors[name] = float("inf")
+            continue
         errors[name] = _worst(((full - r).norm() / r.norm()).item())
         factor = ((full * r).sum() / r.square().sum()).item()
         if errors[name] > TOLERANCE and _worst(((full - factor * r).norm() / r.norm()).item()) <= TOLERANCE:

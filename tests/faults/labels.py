@@ -1,0 +1,136 @@
+"""Labels of gradients that are not their parameters', and sums of gradients that were complete.
+
+Random programs set against their numbers found these (700 of them, 2 ranks).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from placement_audit import Job
+from placement_audit.verdicts import Verdict
+from tests.faults.family import (
+    RIGHT,
+    Bag,
+    Expect,
+    Family,
+    P,
+    R,
+    Wrong,
+    doubled,
+    draw,
+    laid_out,
+    on,
+    one_device,
+)
+from tests.faults.functions import Copy
+
+T = D = 8  # square, so that a part has the shape of another
+
+# --------------------------------------------------------------------------- a shard that is no parameter's
+
+
+def _redistributed(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", T, D, scale=1), draw("y", T, D)
+    values = {"norm": 1 + draw("norm", D), "w": draw("w", D, D)}
+    laid = {"replicated": (R, R), "other dim": (Shard(0), Shard(1))}[variant]
+    model = Bag(**{n: laid_out(v, mesh, p) for (n, v), p in zip(values.items(), laid, strict=True)})
+
+    def step() -> None:
+        # By columns: the product with the norm, and with rows of w, leaves their gradients shards.
+        columns = on(x, mesh, R).redistribute(placements=[Shard(1)]) * model.norm
+        out = columns.redistribute(placements=[R]) + model.w.redistribute(placements=[Shard(0)])
+        (out - on(y, mesh, R)).square().mean().full_tensor().backward()
+
+    def loss(m: Any) -> torch.Tensor:
+        return (x * m.norm + m.w - y).square().mean()
+
+    update = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        optimizer=update,
+        reference=one_device(Bag(**values), loss, update),
+    )
+
+
+REDISTRIBUTED = Family(
+    name="a gradient that is a shard of a replicated weight",
+    about="DTensor's ops leave it so, and its optimizers redistribute it",
+    mesh={"tp": 2},
+    variants={"replicated": RIGHT, "other dim": RIGHT},
+    job=_redistributed,
+)
+
+
+# --------------------------------------------------------------------------- a label that cannot fit
+
+
+def _misfit(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", T, D, scale=1), draw("y", T, D)
+    values = {"up": draw("up", D, D), "norm": 1 + draw("norm", D), "after": 1 + draw("after", D)}
+    laid = {"up": Shard(0), "norm": Shard(0), "after": R}
+    model = Bag(**{n: laid_out(v, mesh, laid[n]) for n, v in values.items()})
+    label = P if variant == "terms" else Shard(1)
+
+    def step() -> None:
+        h = F.linear(on(x, mesh, R), model.up).to_local(grad_placements=[label])
+        h = on(h * model.norm.to_local(), mesh, Shard(1)).redistribute(placements=[R])
+        ((h * model.after) - on(y, mesh, R)).square().mean().full_tensor().backward()
+
+    def loss(m: Any) -> torch.Tensor:
+        return (F.linear(x, m.up) * m.norm * m.after - y).square().mean()
+
+    return Job(model=model, step=step, mesh=mesh, inputs=(x, y), reference=one_device(Bag(**values), loss))
+
+
+_MISREAD = Wrong(on="tp", traced=(Verdict.WRONG_PLACEMENT,), measured=(Verdict.WRONG_PLACEMENT,))
+
+MISFIT = Family(
+    name="an activation's gradient under a label that cannot fit",
+    about="parts of columns are read as terms of a sum; only what lies before is wrong",
+    mesh={"tp": 2},
+    variants={
+        "as it is": RIGHT,
+        "terms": Expect(gradients={"up": _MISREAD}),
+    },
+    job=_misfit,
+)
+
+
+# --------------------------------------------------------------------------- a sum of what is complete
+
+
+def _complete(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", T, D, scale=1), draw("y", T, D)
+    values = {"norm": 1 + draw("norm", D), "w": draw("w", D, D)}
+    sharded = variant == "parts"
+    model = Bag(norm=values["norm"], w=laid_out(values["w"], mesh, Shard(0) if sharded else R))
+
+    def step() -> None:
+        h = Copy.apply(x * model.norm, mesh.get_group())
+        h = on(F.linear(h, model.w.to_local()), mesh, Shard(1) if sharded else R)
+        (h.full_tensor() - y).square().mean().backward()
+
+    def loss(m: Any) -> torch.Tensor:
+        return (F.linear(x * m.norm, m.w) - y).square().mean()
+
+    return Job(model=model, step=step, mesh=mesh, inputs=(x, y), reference=one_device(Bag(**values), loss))
+
+
+COMPLETE = Family(
+    name="a backward that sums what is complete",
+    about="f before a column-parallel weight sums terms; before a replicated one, equal gradients",
+    mesh={"tp": 2},
+    variants={"parts": RIGHT, "whole": Expect(gradients=doubled("norm"))},
+    job=_complete,
+)
+
+FAMILIES = (REDISTRIBUTED, MISFIT, COMPLETE)
