@@ -13,10 +13,13 @@ from markupsafe import Markup, escape
 
 from placement_audit.report import fold, svg
 from placement_audit.report.blocks import EVIDENCE_SHOWN
+from placement_audit.report.lanes import lanes
 from placement_audit.report.names import PARAM, Group
 from placement_audit.report.numbers import measured_items
 from placement_audit.report.plain import baseline_lines, edit_of, live, notes, on, summary_parts, suppressed
-from placement_audit.report.route import Routes
+from placement_audit.report.route import Route
+from placement_audit.report.route_words import named_in_words
+from placement_audit.report.routes import Routes
 from placement_audit.report.text import who_must_reduce
 from placement_audit.report.volume import volumes
 from placement_audit.report.way import explain_param
@@ -45,6 +48,7 @@ class Item:
         block: it.
         finding: the first of it.
         name: the parameter or module that the way is shown of; "" for none.
+        about: what it is shown of, where that has no name.
         what: its sentence; likewise the next two.
         expected: what should be.
         observed: what is.
@@ -59,6 +63,7 @@ class Item:
     block: fold.Block
     finding: Finding
     name: str
+    about: str
     what: str
     expected: str
     observed: str
@@ -142,15 +147,15 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 def _items(report: Report) -> Iterator[Item]:
     routes = Routes(report)
-    known = {p.fqn for p in report.trace.params}
     for i, b in enumerate(live(fold.fold_findings(report)), 1):
         f = b.first
         route = routes.of(f)
-        drawing = Markup(svg.lanes(route, f"way-{i}", f.mesh_dim)) if route is not None else Markup("")
+        drawing = Markup(lanes(route, f"way-{i}", f.mesh_dim)) if route is not None else Markup("")
         yield Item(
             block=b,
             finding=f,
             name=f.param_fqn if f.param_fqn is not None else f.module_fqn,
+            about=route.about if route is not None else "",
             what=_named(b, b.message or f.message),
             expected=_named(b, f.expected),
             observed=_named(b, f.observed),
@@ -162,8 +167,16 @@ def _items(report: Report) -> Iterator[Item]:
             hygiene=f.rule_id.startswith(HYGIENE),
             edit=edit_of(report, b),
             drawing=drawing,
-            words=explain_param(report, f.param_fqn) if f.param_fqn in known else "",
+            words="\n".join(filter(None, _words(report, f, route))),
         )
+
+
+def _words(report: Report, f: Finding, route: Route | None) -> Iterator[str]:
+    """The way of the parameter, then what the finding names on it or without it."""
+    if any(p.fqn == f.param_fqn for p in report.trace.params):
+        yield explain_param(report, f.param_fqn or "")
+    if route is not None:
+        yield named_in_words(route)
 
 
 def _remarks(report: Report) -> Iterator[tuple[str, list[tuple[fold.Remark, str]]]]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placement_audit.model import CallSite, Layout, MeshSpec, State
-from placement_audit.report.way import (
-    backward_way,
-    collective_text,
-    forward_boundaries,
-    state_text,
-)
-from placement_audit.states import belies
-from placement_audit.tracing import Boundary, Collective, GradCrossing, ParamRecord, Phase, Trace
-from placement_audit.verdicts import GOOD, Finding, Judgement, Report, Verdict
+from placement_audit.model import CallSite, Layout
+from placement_audit.verdicts import PathStep
 
 FAULT, CARRIED = "fault", "carried"
-"""Marks of an edge: here the label turns false; it still is."""
+"""Marks of an edge: here it goes wrong; it still is."""
+
+REST = "the rest of the model, the loss"
+"""What lies between the last stop of a way and the gradient's way back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +19,43 @@ class Edge:
     """A tensor between two stops.
 
     Attributes:
-        labels: (mesh dim, placement), as it is labelled; () for a plain tensor.
+        labels: (mesh dim, placement), as it is labelled; () for a plain tensor; None where nothing tells.
         mark: `FAULT`, `CARRIED` or "".
-        really: what it is, where the label is false, on the marked mesh dim; else "".
+        really: what it is, where its label does not say so; else "".
+        numbers: what measured numbers say of it; "" for nothing.
+        far: whether ops that are not shown lie on it.
+        missing: whether there should be a tensor and is none.
     """
 
-    labels: tuple[tuple[str, str], ...]
+    labels: tuple[tuple[str, str], ...] | None
     mark: str = ""
     really: str = ""
+    numbers: str = ""
+    far: bool = False
+    missing: bool = False
+
+    @property
+    def told(self) -> str:
+        """What it really is, in words that stand beside or in place of a label."""
+        really = f"really {self.really}" if self.really and self.labels is not None else self.really
+        return ", ".join(filter(None, (really, self.numbers)))
+
+    @property
+    def suspect(self) -> bool:
+        """Whether numbers say only that it has gone wrong by here."""
+        return self.mark == FAULT and bool(self.numbers) and self.far
+
+    @property
+    def faulty(self) -> bool:
+        """Whether it goes wrong here."""
+        return self.mark == FAULT and not self.suspect
+
+    @property
+    def verdict(self) -> str:
+        """What its mark says, in words; "" for no mark."""
+        if self.suspect:
+            return "gone wrong by here"
+        return {FAULT: "here it goes wrong", CARRIED: "still wrong"}.get(self.mark, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +69,14 @@ class Stop:
         code: the line of code.
         site: all of that.
         role: what the finding says of it; "" for nothing.
-        before: forward, before the call; None where the forward did not pass here.
+        before: forward, before the call; None where the forward did not pass here, or nothing tells.
         after: forward, after it; likewise.
-        arrived: the gradient, before the call's backward; None where none came.
+        arrived: the gradient, before the call's backward (or before a reader); None where none came, or nothing tells.
         left: the gradient, after it; likewise.
         ran_forward: collectives of its forward.
         ran_backward: collectives of its backward.
         own: whether it is a call on the parameter itself.
+        notes: what it does, where no boundary's labels say so; a line each.
     """
 
     kind: str
@@ -61,13 +85,34 @@ class Stop:
     code: str
     site: CallSite
     role: str
-    before: Edge | None
-    after: Edge | None
-    arrived: Edge | None
-    left: Edge | None
-    ran_forward: tuple[str, ...]
-    ran_backward: tuple[str, ...]
-    own: bool
+    before: Edge | None = None
+    after: Edge | None = None
+    arrived: Edge | None = None
+    left: Edge | None = None
+    ran_forward: tuple[str, ...] = ()
+    ran_backward: tuple[str, ...] = ()
+    own: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def faulty_forward(self) -> bool:
+        """Whether the forward goes wrong here."""
+        return any(e is not None and e.faulty for e in (self.before, self.after))
+
+    @property
+    def faulty_back(self) -> bool:
+        """Whether a gradient does."""
+        return any(e is not None and e.faulty for e in (self.arrived, self.left))
+
+    @property
+    def faulty(self) -> bool:
+        """Whether anything does."""
+        return self.faulty_forward or self.faulty_back
+
+    @property
+    def suspect(self) -> bool:
+        """Whether something has gone wrong here or at another stop that is named."""
+        return any(e is not None and e.suspect for e in (self.after, self.left))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,155 +120,98 @@ class Route:
     """The way of one parameter's gradient, or the places of a finding that names no parameter.
 
     Attributes:
-        name: of the parameter, or of the module.
+        name: of the parameter, or of the module; "" for none.
+        about: what the way is of, where it is no parameter's.
         stops: in forward order.
         uses: how many of ``stops`` come before the parameter meets the activations; the rest are activations'.
-        met: the op where it does, and where; "" for none.
+        met: the op where it does, and where; "" for none, or where that is a stop.
+        start: the parameter as it stands; None for no parameter.
         grad: the label of ``.grad``; None where there is none.
+        loose: how many of ``stops`` stand in a known order; None for all.
+        says: what is said above the others, a line or two.
+        back: it is the backward of the others that is named.
+        turn: what lies between the last stop and the gradient's way back; mostly `REST`.
+        readers: what reads the gradient after backward, the first one first.
+        read_end: what comes of that; "" where nobody is shown.
     """
 
     name: str
+    about: str = ""
     stops: tuple[Stop, ...]
-    uses: int
-    met: str
-    grad: Edge | None
+    uses: int = 0
+    met: str = ""
+    start: Edge | None = None
+    grad: Edge | None = None
+    loose: int | None = None
+    says: tuple[str, str] = ("", "")
+    back: bool = False
+    turn: str = REST
+    readers: tuple[Stop, ...] = ()
+    read_end: str = ""
+
+    @property
+    def wrong(self) -> str:
+        """Where it goes wrong, in words; "" where nothing says so."""
+        found = [s.kind for s in (*self.stops, *self.readers) if s.faulty]
+        found += [".grad"] * (self.grad is not None and self.grad.faulty)
+        if not found and any(s.suspect for s in self.stops):
+            return "in one of the calls that are named"
+        return f"at {' and '.join(found)}" if found else ""
 
 
-class Routes:
-    """The ways of one report's findings."""
+def labels_of(layout: Layout | None) -> tuple[tuple[str, str], ...]:
+    """(mesh dim, placement) of a layout; () for a plain tensor."""
+    if layout is None:
+        return ()
+    return tuple((d, p.short()) for d, p in zip(layout.dims, layout.placements, strict=True))
 
-    def __init__(self, report: Report) -> None:
-        """Index what every way is looked up in."""
-        self._trace = report.trace
-        self._ran: dict[int, list[Collective]] = {}
-        for c in report.trace.collectives:
-            if c.boundary is not None:
-                self._ran.setdefault(c.boundary, []).append(c)
-        self._params = {p.fqn: p for p in report.trace.params}
-        self._judgements: dict[str, dict[str, Judgement]] = {}
-        for j in report.judgements:
-            self._judgements.setdefault(j.param_fqn, {})[j.mesh_dim] = j
 
-    def of(self, finding: Finding) -> Route | None:
-        """The way that a finding is about, with its mesh dim's false labels marked; None where it names no call."""
-        trace = self._trace
-        roles = {s.boundary: s.role for s in finding.path if 0 <= s.boundary < len(trace.boundaries)}
-        param = self._params.get(finding.param_fqn or "")
-        if param is None:
-            if not roles:
-                return None
-            stops = self._stops([trace.boundaries[i] for i in sorted(roles)], finding.mesh_dim, roles, set())
-            return Route(name=finding.module_fqn, stops=stops, uses=0, met="", grad=None)
-        judgements = self._judgements.get(param.fqn, {})
-        own = forward_boundaries(trace, param)
-        mine = {b.index for b in own}
-        way = backward_way(trace, param, judgements)
-        named = [trace.boundaries[i] for i in sorted(roles) if i not in mine]
-        others = {b.index: b for b in (*reversed([b for b in way if b.index not in mine]), *named)}
-        if not own and not others:
-            return None
-        return Route(
-            name=param.fqn,
-            stops=self._stops([*own, *others.values()], finding.mesh_dim, roles, mine),
-            uses=len(own),
-            met=_met(param),
-            grad=_grad(trace, param, judgements.get(finding.mesh_dim), finding.mesh_dim),
-        )
+def labels_text(edge: Edge | None) -> str:
+    """``fsdp S(0)  tp R``; ``plain``; ``?`` where nothing tells."""
+    if edge is None or edge.labels is None:
+        return "?"
+    return "  ".join(f"{d} {p}" for d, p in edge.labels) or "plain"
 
-    def _stops(
-        self, found: Sequence[Boundary], mesh_dim: str, roles: dict[int, str], own: set[int]
-    ) -> tuple[Stop, ...]:
-        mesh = self._trace.mesh
-        at_fault = _at_fault(mesh, found, mesh_dim, roles)
-        return tuple(
-            Stop(
-                kind=b.name or b.kind,
-                where=f"{b.call_site.path}:{b.call_site.line}" if b.call_site.line else "",
-                function=b.call_site.function,
-                code=b.call_site.code_line,
-                site=b.call_site,
-                role=roles.get(b.index, ""),
-                before=Edge(labels=_labels(b.src)) if b.phase is not Phase.BACKWARD else None,
-                after=_after(b, b.index in at_fault),
-                arrived=Edge(labels=_labels(b.grad.arrived)) if b.grad is not None else None,
-                left=_left(mesh, b.grad, mesh_dim, b.index in at_fault) if b.grad is not None else None,
-                ran_forward=self._collectives(b, Phase.FORWARD),
-                ran_backward=self._collectives(b, Phase.BACKWARD),
-                own=b.index in own,
-            )
-            for b in found
-        )
 
-    def _collectives(self, b: Boundary, phase: Phase) -> tuple[str, ...]:
-        return tuple(collective_text(c) for c in self._ran.get(b.index, ()) if c.phase is phase)
+def where(site: CallSite) -> str:
+    """``path:line``; "" for no line."""
+    return f"{site.path}:{site.line}" if site.line else ""
+
+
+def forward_stops(route: Route) -> tuple[Stop, ...]:
+    """The stops that a value went through, in the order of forward."""
+    return tuple(s for s in route.stops if s.before is not None or s.after is not None)
 
 
 def backward_stops(route: Route) -> tuple[Stop, ...]:
     """The stops that a gradient came back through, in the order of backward."""
-    return tuple(s for s in reversed(route.stops) if s.left is not None)
+    return tuple(s for s in reversed(route.stops) if s.left is not None or s.arrived is not None)
 
 
-def _met(param: ParamRecord) -> str:
-    if not param.uses:
-        return ""
-    use = param.uses[0]
-    return f"{use.op} in {use.module_fqn}" if use.module_fqn else use.op
-
-
-def _grad(trace: Trace, param: ParamRecord, judgement: Judgement | None, mesh_dim: str) -> Edge | None:
-    if param.grad is None:
-        return None
-    wrong = judgement is not None and judgement.verdict not in (*GOOD, Verdict.NOT_JUDGED)
-    state = _on(trace.mesh, param.grad.state, mesh_dim)
-    return Edge(
-        labels=_labels(param.grad.layout),
-        mark=CARRIED if wrong else "",
-        really=_really(param.grad.layout, state, mesh_dim) if wrong else "",
+def stop_at(
+    step: PathStep,
+    *,
+    notes: tuple[str, ...] = (),
+    before: Edge | None = None,
+    after: Edge | None = None,
+    arrived: Edge | None = None,
+    left: Edge | None = None,
+    kind: str = "",
+    own: bool = False,
+) -> Stop:
+    """A stop at a place; without ``notes`` its role is shown."""
+    role = step.role.removeprefix("cause").removeprefix(": ")
+    return Stop(
+        kind=kind or step.kind,
+        where=where(step.call_site),
+        function=step.call_site.function,
+        code=step.call_site.code_line,
+        site=step.call_site,
+        role=step.role,
+        before=before,
+        after=after,
+        arrived=arrived,
+        left=left,
+        own=own,
+        notes=notes or (role or "named here",),
     )
-
-
-def _really(layout: Layout | None, state: State | None, mesh_dim: str) -> str:
-    """What a gradient is, where that is not what its label says; "" where it is."""
-    label = layout.on(mesh_dim) if layout is not None else None
-    if state is None or label is None or not (belies(label, state) or state.scale != 1):
-        return ""
-    return state_text(state, None)
-
-
-def _after(b: Boundary, at_fault: bool) -> Edge | None:
-    """The forward's result; at fault only where no gradient came back to be at fault."""
-    if b.phase is Phase.BACKWARD:
-        return None
-    return Edge(labels=_labels(b.dst), mark=FAULT if at_fault and b.grad is None else "")
-
-
-def _left(mesh: MeshSpec, grad: GradCrossing, mesh_dim: str, at_fault: bool) -> Edge:
-    state = _on(mesh, grad.left_state, mesh_dim)
-    label = grad.left.on(mesh_dim) if grad.left is not None else None
-    false = label is not None and state is not None and belies(label, state)
-    mark = FAULT if at_fault else CARRIED if false else ""
-    really = _really(grad.left, state, mesh_dim) if mark else ""
-    return Edge(labels=_labels(grad.left), mark=mark, really=really)
-
-
-def _at_fault(mesh: MeshSpec, found: Sequence[Boundary], mesh_dim: str, roles: dict[int, str]) -> set[int]:
-    """The calls that a false label begins at; where no label is false, the one that the finding calls the cause."""
-    out = set()
-    for b in found:
-        if b.grad is None or b.grad.left is None or b.index not in roles:
-            continue
-        label, state = b.grad.left.on(mesh_dim), _on(mesh, b.grad.left_state, mesh_dim)
-        told_before = state is not None and state.blame and b.index not in state.blame
-        if label is not None and state is not None and belies(label, state) and not told_before:
-            out.add(b.index)
-    return out or set(list(roles)[:1])
-
-
-def _on(mesh: MeshSpec, states: Sequence[State], mesh_dim: str) -> State | None:
-    return dict(zip(mesh.dim_names, states, strict=False)).get(mesh_dim)
-
-
-def _labels(layout: Layout | None) -> tuple[tuple[str, str], ...]:
-    if layout is None:
-        return ()
-    return tuple((d, p.short()) for d, p in zip(layout.dims, layout.placements, strict=True))

@@ -10,7 +10,8 @@ from urllib.parse import quote
 from placement_audit.model import CallSite
 from placement_audit.report.edits import replacements
 from placement_audit.report.places import Inside, primary, recorded
-from placement_audit.report.route import FAULT, Edge, Route, Routes, Stop, backward_stops
+from placement_audit.report.route import Edge, Route, Stop, backward_stops, forward_stops, labels_text
+from placement_audit.report.routes import Routes
 from placement_audit.rules import RULES, Rule, rule_text
 from placement_audit.verdicts import Edit, EditStatus, Finding, Means, Outcome, Report, Severity
 
@@ -168,19 +169,16 @@ class _Writer:
         return {"uri": quote(own or site.path.lstrip("/")), "uriBaseId": _ROOT if own else _ELSEWHERE}
 
     def _flow(self, route: Route) -> list[Json]:
-        """Forward, then back; what a viewer steps through."""
+        """Forward, then back, then what reads the gradient; what a viewer steps through."""
         steps: list[tuple[Stop, str, bool]] = []
-        for s in route.stops:
-            if s.before is not None and s.after is not None:
-                text = f"forward of {s.kind}: {_labels(s.before)} -> {_labels(s.after)}"
-                steps.append((s, _with(text, s.ran_forward), s.after.mark == FAULT))
-        for s in backward_stops(route):
-            assert s.arrived is not None  # backward_stops keeps only these
-            assert s.left is not None
-            text = _with(f"backward of {s.kind}: {_labels(s.arrived)} -> {_labels(s.left)}", s.ran_backward)
-            if s.left.mark:
-                text += f"; FALSE LABEL, really {s.left.really}" if s.left.really else "; here it goes wrong"
-            steps.append((s, f"{text} ({s.role})" if s.role else text, s.left.mark == FAULT))
+        for s in forward_stops(route):
+            text = _with(f"forward of {s.kind}: {_change(s.before, s.after)}", s.ran_forward)
+            steps.append((s, f"{text}{_wrong(s.after)}", s.faulty_forward))
+        for s in (*backward_stops(route), *route.readers):
+            what = "" if s in route.readers else "backward of "
+            text = _with(f"{what}{s.kind}: {_change(s.arrived, s.left)}", s.ran_backward)
+            text += _wrong(s.left)
+            steps.append((s, f"{text} ({s.role})" if s.role else text, s.faulty_back))
         return [
             {
                 "location": {**self._place(s.site), "message": {"text": text}},
@@ -232,8 +230,16 @@ def _message(f: Finding) -> str:
     return " ".join((*parts, f"Next: {f.next_step}"))
 
 
-def _labels(edge: Edge) -> str:
-    return "  ".join(f"{d} {p}" for d, p in edge.labels) or "plain"
+def _change(before: Edge | None, after: Edge | None) -> str:
+    return f"{labels_text(before)} -> {labels_text(after)}"
+
+
+def _wrong(edge: Edge | None) -> str:
+    if edge is None or not edge.mark:
+        return ""
+    if edge.labels and edge.really:
+        return f"; FALSE LABEL, {edge.told}"
+    return f"; {edge.verdict}: {edge.told}" if edge.told else f"; {edge.verdict}"
 
 
 def _with(text: str, ran: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 import formats_shared as shared  # type: ignore[import-not-found]
+import make_places  # type: ignore[import-not-found]
 import make_report as m  # type: ignore[import-not-found]
 from hostile import hostile_report  # type: ignore[import-not-found]
 
@@ -21,6 +22,8 @@ from placement_audit.report import render
 from placement_audit.verdicts import Evidence, Report
 
 pytestmark = pytest.mark.e2e
+
+PAGES = ("mixed", "stock", "mended", "suppressed", "hostile", "five mesh dims", "places", "readers")
 
 CELLS = """
 [...document.querySelectorAll("table")[0].rows].map(
@@ -81,6 +84,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "suppressed": shared.suppressed(),
         "hostile": hostile_report(),
         "five mesh dims": five_mesh_dims(),
+        "places": make_places.everything(),
+        "readers": make_places.readers(),
     }
     for name, report in reports.items():
         (folder / f"{name}.html").write_text(render(report, "html"), encoding="utf-8")
@@ -89,7 +94,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [320, 400, 768, 1200])
-@pytest.mark.parametrize("name", ["mixed", "stock", "mended", "suppressed", "hostile", "five mesh dims"])
+@pytest.mark.parametrize("name", PAGES)
 def test_fits_and_is_quiet(chromium, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     chromium.open(pages[name], width=width, dark=dark)
     assert chromium.value("innerWidth") == width
@@ -140,8 +145,17 @@ def test_no_number_is_broken(chromium, tmp_path: Path) -> None:
         assert set(lines) == {1}, width
 
 
-def test_a_drawings_text_stays_in_it_and_can_be_read(chromium, pages: dict[str, Path]) -> None:
-    chromium.open(pages["mixed"], width=400)
+DRAWINGS = pytest.mark.parametrize(
+    ("name", "drawings"), [("mixed", 2), ("mended", 2), ("places", 11), ("readers", 6)]
+)
+"""Pages, and how many findings on them have a way."""
+
+
+@DRAWINGS
+def test_a_drawings_text_stays_in_it_and_can_be_read(
+    chromium, pages: dict[str, Path], name: str, drawings: int
+) -> None:
+    chromium.open(pages[name], width=400)
     over = """[...document.querySelectorAll("svg.way")].flatMap(svg => {
         const frame = svg.getBoundingClientRect();
         return [...svg.querySelectorAll("text")].filter(t => {
@@ -150,12 +164,16 @@ def test_a_drawings_text_stays_in_it_and_can_be_read(chromium, pages: dict[str, 
                 || box.height < 9;
         }).map(t => t.textContent);
     })"""
-    assert chromium.value("document.querySelectorAll('svg.way').length") == 2
+    assert chromium.value("document.querySelectorAll('svg.way').length") == drawings
+    assert chromium.value("document.querySelectorAll('article').length") == drawings
+    assert chromium.value("document.querySelectorAll('svg.way .cross').length") == drawings
     assert chromium.value(over) == []
 
 
-def test_lanes_do_not_run_into_each_other(chromium, pages: dict[str, Path]) -> None:
-    chromium.open(pages["mended"], width=400)
+@DRAWINGS
+def test_lanes_do_not_run_into_each_other(chromium, pages: dict[str, Path], name: str, drawings: int) -> None:
+    chromium.open(pages[name], width=400)
+    assert chromium.value("document.querySelectorAll('svg.way').length") == drawings
     crossed = """[...document.querySelectorAll("svg.way")].flatMap(svg => {
         const boxes = [...svg.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
         return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(([, q]) =>

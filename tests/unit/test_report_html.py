@@ -19,7 +19,9 @@ from placement_audit.measurement import Measurement, ParamMeasure
 from placement_audit.model import State, StateKind
 from placement_audit.report import render, svg
 from placement_audit.report.html import html
-from placement_audit.report.route import CARRIED, FAULT, Routes
+from placement_audit.report.lanes import lanes
+from placement_audit.report.route import CARRIED, FAULT
+from placement_audit.report.routes import Routes
 from placement_audit.report.volume import itemsize, volumes
 from placement_audit.verdicts import Finding, PathStep, Report, Verdict
 
@@ -201,7 +203,7 @@ def test_no_label_is_called_false_that_is_true() -> None:
     ]
     assert found.grad is not None
     assert (found.grad.mark, found.grad.really) == (CARRIED, "")
-    assert "really" not in svg.lanes(found, "way", "tp")
+    assert "really" not in lanes(found, "way", "tp")
 
 
 def test_a_wrong_scale_is_told_though_the_label_is_true() -> None:
@@ -231,9 +233,9 @@ def test_where_no_gradient_came_nothing_is_drawn_as_if_it_had() -> None:
     found = Routes(replace(report, trace=replace(report.trace, boundaries=boundaries))).of(finding)
     assert found is not None
     assert found.stops[-1].left is None
-    before = svg.lanes(route(report, "PA201"), "way", "tp").count('class="tip')
+    before = lanes(route(report, "PA201"), "way", "tp").count('class="tip')
     # of two arrows into and out of that call's backward, the one below it is none any more
-    assert svg.lanes(found, "way", "tp").count('class="tip') == before - 1
+    assert lanes(found, "way", "tp").count('class="tip') == before - 1
 
 
 def test_every_edge_of_the_way_has_its_placement_and_every_collective_its_box() -> None:
@@ -255,7 +257,7 @@ def test_every_edge_of_the_way_has_its_placement_and_every_collective_its_box() 
         ((), ()),
         ((), ("all_reduce(sum) over tp: 256 elements, float32",)),
     ]
-    drawing = svg.lanes(found, "way", "tp")
+    drawing = lanes(found, "way", "tp")
     words = [t.text for t in ElementTree.fromstring(drawing).iter("text")]
     for text in ("fsdp S(0)", "tp R", "tp P(sum)", "all_gather over fsdp", "all_reduce(sum) over tp"):
         assert text in words
@@ -265,7 +267,7 @@ def test_every_edge_of_the_way_has_its_placement_and_every_collective_its_box() 
 
 
 def test_only_the_mesh_dim_that_is_wrong_is_marked() -> None:
-    drawing = ElementTree.fromstring(svg.lanes(route(m.mixed_report(), "PA202"), "way", "tp"))
+    drawing = ElementTree.fromstring(lanes(route(m.mixed_report(), "PA202"), "way", "tp"))
     marked = [t.text for t in drawing.iter("text") if "fault" in (t.get("class") or "")]
     assert marked == ["tp P(sum)", "really complete and", "equal on all ranks"]
 
