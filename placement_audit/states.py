@@ -279,7 +279,7 @@ def sliced(state: State, *, is_grad: bool) -> State:
 
 
 def misread(state: State) -> State:
-    """After a part was labelled as a part of something else: what is made of it then is no one's gradient."""
+    """After a part was taken for another, or for the whole: what is made of it then is no one's gradient."""
     return state if state.kind is StateKind.ZERO else State(StateKind.LOST, state.scale, state.blame)
 
 

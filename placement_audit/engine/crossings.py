@@ -68,7 +68,19 @@ class Crossings:
         self._ledger = ledger
         self._world = world
 
-    def labelled(self, raw: RawBoundary, src: Layout, left: Layout, sid: int, kind: str) -> int:
+    def labelled(
+        self, raw: RawBoundary, src: Layout, left: Layout, sid: int, kind: str, *, equal: bool = False
+    ) -> int:
+        """The state of a plain gradient that got a label.
+
+        Args:
+            raw: the boundary.
+            src: the value's placements.
+            left: the label.
+            sid: the gradient's state.
+            kind: of the boundary.
+            equal: it is equal on all ranks though it is the gradient of each rank's own value.
+        """
         label = dict(zip(left.dims, left.placements, strict=True))
         forward = dict(zip(src.dims, src.placements, strict=True))
         dims = self._ledger.dims
@@ -78,7 +90,9 @@ class Crossings:
             placement = label.get(dims[d])
             if primal is None or placement is None:
                 return state
-            if primal.is_partial and state.kind is StateKind.AMBIGUOUS:
+            if primal.is_partial and (
+                state.kind is StateKind.AMBIGUOUS or (equal and state.kind is StateKind.VARYING)
+            ):
                 # The gradient of a term of a sum is the sum's gradient: equal is complete here.
                 state = State(StateKind.INVARIANT, state.scale, state.blame)
             if primal.is_shard and placement == primal:

@@ -74,6 +74,7 @@ class Flow(EagerMode):
         traffic: what collectives make of it.
         on_use: called with (op, FQN, input, outputs) where a parameter meets something else in forward.
         seeding: while autograd makes the first gradient.
+        seeds: storage keys of first gradients and their multiples: equal on all ranks, whatever the loss is.
         on_scaled: called with (result, factor) where a tensor is multiplied by a number; None for nobody.
         stream: takes down the plain ops, and knows whose numbers differ between ranks; None for nobody.
         carry: what plain tensors are, placement for placement.
@@ -104,6 +105,7 @@ class Flow(EagerMode):
         self.left_out = LeftOut(world, self.carry.doubts)
         self.on_use = on_use
         self.seeding = False
+        self.seeds: set[int] = set()
         self.stream: Stream | None = None
         self.on_scaled: Callable[[torch.Tensor, float], None] | None = None
         self.on_op: Callable[[], None] | None = None
@@ -209,6 +211,7 @@ class Flow(EagerMode):
         """A tensor differs between the ranks along some mesh dims, by a number or by which tensor it is."""
         ledger = self.ledger
         self.carry.differs(x, dims)
+        self.seeds.discard(storage_key(local_of(x)))
         sid = ledger.get(x)
         cut = cut and ledger.is_grad(sid)
 
@@ -298,6 +301,8 @@ class Flow(EagerMode):
                 ledger.put_alone(o, sid)
         if traits.scales and len(ins) - traits.into == len(outs):
             self._tell_scaled(traits, args, outs)
+        if self.seeding or self.seeds:
+            self._follow_seed(traits, in_keys, out_keys)
         if self.params and not in_backward():
             self._follow_param(func, ins, in_keys, out, out_keys)
         return out
@@ -308,6 +313,15 @@ class Flow(EagerMode):
             by = 1 / number if traits.divides else number
             for o in outs:
                 self.on_scaled(o, by)
+
+    def _follow_seed(self, traits: OpTraits, in_keys: list[int], out_keys: list[int]) -> None:
+        if self.seeding and traits.ones:
+            self.seeds.update(out_keys)
+        elif len(in_keys) == 1 and (traits.passes_on or traits.scales):
+            if in_keys[0] in self.seeds:
+                self.seeds.update(out_keys)
+        elif traits.mutates:
+            self.seeds.difference_update(out_keys)
 
     def _fresh(self, traits: OpTraits, ins: list[torch.Tensor]) -> int:
         ledger = self.ledger

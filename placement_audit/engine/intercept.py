@@ -65,7 +65,7 @@ class Interceptor:
         self._world = flow.world
         self._crossing = Crossings(flow.ledger, flow.world)
         self._module_fqn = module_fqn
-        self._labelled: dict[tuple[int, int, int, str], int] = {}
+        self._labelled: dict[tuple[int, int, int, str, bool], int] = {}
         self._delivered: dict[tuple[int, int, int, int, int], int] = {}
         self._depth = 0
         self._running: list[RawBoundary] = []
@@ -242,10 +242,11 @@ class Interceptor:
         if raw.grad is None or raw.src is None or raw.grad.left is None:
             return
         sid = self._ledger.get(g)
-        key = (sid, id(raw.src), id(raw.grad.left), kind)
+        equal = storage_key(local_of(g)) in self.flow.seeds
+        key = (sid, id(raw.src), id(raw.grad.left), kind, equal)
         new = self._labelled.get(key)
         if new is None:
-            new = self._crossing.labelled(raw, raw.src, raw.grad.left, sid, kind)
+            new = self._crossing.labelled(raw, raw.src, raw.grad.left, sid, kind, equal=equal)
             if new == sid:  # nobody is blamed: the same for every call like it
                 self._labelled[key] = new
         if new != sid:

@@ -24,6 +24,7 @@ class Labelled:
         # The same few questions come up thousands of times; answers depend on nothing else.
         self._plans: dict[tuple[int, int, bool], list[tuple[int, Any, State]]] = {}
         self._relabels: dict[tuple[int, int, int], int] = {}
+        self._false: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def settle(self, out: DTensor, ins: list[torch.Tensor], *, alone: bool = False) -> None:
         """Bring a DTensor's state in line with its placements, except where an input's label already lied.
@@ -40,9 +41,11 @@ class Labelled:
         plan = self._plans.get(plan_key)
         if plan is None:
             plan = self._plans[plan_key] = self._settle_plan(spec, sid, alone)
-        if not plan:
+        cut = () if alone or not self.ledger.is_grad(sid) else self._cut(spec, ins)
+        if not (plan or cut):
             return
         new = {d: state for d, label, state in plan if alone or not self._belied(ins, d, label)}
+        new.update(cut)
         if new:
             settled = tuple(new.get(d, state) for d, state in enumerate(self.ledger.vector(sid)))
             write = self.ledger.put_alone if alone else self.ledger.put
@@ -61,6 +64,39 @@ class Labelled:
                 if settled is not vector[d]:
                     plan.append((d, placement, settled))
         return plan
+
+    def _cut(self, spec: Any, ins: list[torch.Tensor]) -> list[tuple[int, State]]:
+        """(mesh dim, state) where an op made parts, or terms, with what is labelled whole and is one term of a sum.
+
+        Each rank's result has its own term alone in it; what the others' terms make of its part is gone.
+        """
+        found = []
+        for x in ins:
+            false = self._falsely_whole(x) if isinstance(x, DTensor) else ()
+            if false:
+                out = dict(zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True))
+                vector = self.ledger.vector(self.ledger.get(x))
+                apart = {d for span, p in out.items() if not p.is_replicate() for d in span or ()}
+                found += [(d, states.misread(vector[d])) for d in false if d in apart]
+        return found
+
+    def _falsely_whole(self, x: DTensor) -> tuple[int, ...]:
+        """Mesh dims along which a gradient is labelled Replicate and is each rank's own."""
+        sid = self.ledger.get(x)
+        spec = spec_of(x)
+        layout = self.world.layout(spec.mesh, spec.placements)
+        key = (id(layout), sid)
+        found = self._false.get(key)
+        if found is None:
+            vector = self.ledger.vector(sid) if self.ledger.is_grad(sid) else ()
+            found = self._false[key] = tuple(
+                d
+                for d, state in enumerate(vector)
+                if state.kind in (StateKind.VARYING, StateKind.MIXED)
+                and (label := layout.on(self.world.dims[d])) is not None
+                and label.is_replicate
+            )
+        return found
 
     def _belied(self, ins: list[torch.Tensor], dim: int, label: Any) -> bool:
         """Whether an input has the same sort of label along a mesh dim and its state gives it the lie."""
