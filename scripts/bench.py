@@ -6,6 +6,7 @@
                                                  plain training step of the same ranks
     python3 scripts/bench.py --faults            the seeded faults of tests/faults: caught, missed and false alarms,
                                                  traced and measured, and by spmd_types where it is installed
+    python3 scripts/bench.py --chance 500        so many programs made by chance, traced and set against their numbers
 
 Each pair runs the same step untraced and traced, one after the other, in one process; the figure is the
 median of the pairs' ratios, so that a machine whose speed drifts does not change it. Needs the project's
@@ -161,7 +162,14 @@ def main() -> int:
     parser.add_argument(
         "--faults", action="store_true", help="the seeded faults: caught, missed, false alarms"
     )
+    parser.add_argument("--chance", type=int, metavar="N", help="N programs made by chance on each mesh")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="with --chance: the first one's")
     args = parser.parse_args()
+    if args.chance:
+        sys.path.insert(0, str(ROOT))
+        from bench_chance import chance  # pyrefly: ignore [missing-import]  beside this script
+
+        return chance(args.chance, args.first)
     if args.faults:
         sys.path.insert(0, str(ROOT))
         from bench_faults import faults  # pyrefly: ignore [missing-import]  beside this script
