@@ -51,7 +51,7 @@ class Case:
         reference: makes the same job on one device; None where there is no such thing.
         update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
             ``update(model, "job")`` with the job's own optimizer, ``update(model, "sgd")`` with plain SGD;
-            returns the total norm that clipping reported, None without clipping.
+            returns the total norm that clipping reported, None without clipping and on the meta device.
         declared: what plain-tensor parameters are along the mesh dims: FQN -> mesh dim -> placement. One that
             is not named, and every mesh dim that is left out, counts as Replicate; DTensor parameters say it
             themselves.

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as _redistribute
 import torch.distributed.tensor.debug as _dtensor_debug
+import torch.utils._foreach_utils as _foreach_utils
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -43,6 +44,7 @@ __all__ = [
     "group_of",
     "in_backward",
     "in_recompute",
+    "kernels_on_meta",
     "local_of",
     "mark_node",
     "mark_of",
@@ -350,3 +352,16 @@ def relabelling(
         return after(local_tensor, result, current_spec, target_spec)
 
     return {original: relabelled}
+
+
+def kernels_on_meta() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """For `replaced_everywhere`: foreach and fused ops run on the meta device, too, as where a job is trained."""
+
+    def and_meta(devices: Callable[[], list[str]]) -> Callable[[], list[str]]:
+        return lambda: [*devices(), "meta"]
+
+    supported = (
+        _foreach_utils._get_foreach_kernels_supported_devices,
+        _foreach_utils._get_fused_kernels_supported_devices,
+    )
+    return {devices: and_meta(devices) for devices in supported}

@@ -82,7 +82,7 @@ def _judgements(before: Report, after: Report) -> list[str]:
             readers.append(said)
     return [
         *_told("worse: ", worse),
-        *_told("right only if its readers reduce it, which a trace does not see: ", readers),
+        *_told("right only if its readers reduce it, whose numbers a trace does not see: ", readers),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -110,7 +111,11 @@ def updater(
         model: the parallel one, as the user has it.
         optimizer: `Job.optimizer`.
         theirs: the reference's model and its own optimizer, once it is made; None before.
+
+    Raises:
+        UsageError: it is no optimizer, nor a function of the model.
     """
+    _check(optimizer)
 
     def update(of: nn.Module, which: str) -> float | None:
         reference = theirs()
@@ -128,14 +133,33 @@ def updater(
     return update
 
 
+def _check(optimizer: Any) -> None:
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return
+    wanted = "expected a torch optimizer, or a function of the model"
+    if not callable(optimizer):
+        raise UsageError(f"optimizer: {wanted}; got {type(optimizer).__name__}.")
+    try:
+        inspect.signature(optimizer).bind(nn.Module())
+    except TypeError as error:
+        raise UsageError(f"optimizer: {wanted}, which is called with the model alone: {error}.") from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
 def _stepped(made: Any) -> float | None:
     """Step what a function of the model returned; a number is the norm that it clipped by."""
     if hasattr(made, "step"):
         made.step()
         return None
     if isinstance(made, torch.Tensor):
-        return (made.full_tensor() if isinstance(made, DTensor) else made).item()
+        return number_in(made.full_tensor() if isinstance(made, DTensor) else made)
     return float(made) if isinstance(made, int | float) else None
+
+
+def number_in(x: torch.Tensor) -> float | None:
+    """The number in a tensor of one element; None on the meta device, where it has none."""
+    return None if x.is_meta else x.item()
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -104,6 +104,7 @@ def build(
             f"one process on the fake process group with real {device.type} tensors: values mean nothing.",
         )
     real = device.type != "meta" and rank_env is not None
+    unfollowed = titan02_device.too_large_for_readers(model, device) if rank_env is None else ""
     return Case(
         name=f"{job.model.name} {job.model.flavor}",
         model=model,
@@ -118,7 +119,7 @@ def build(
         reduce_dtype=job.training.mixed_precision_reduce
         if degrees.dp_shard * degrees.dp_replicate > 1
         else None,
-        notes=notes,
+        notes=(*notes, unfollowed) if unfollowed else notes,
         twin=twin.words,
         reference=partial(
             titan02_reference.reference,
@@ -132,7 +133,8 @@ def build(
         )
         if real
         else None,
-        update=titan02_reference.updater(job=job, spec=spec, dims=dims, model=model) if real else None,
+        update=titan02_reference.updater(job=job, spec=spec, dims=dims, model=model),
+        own_readers=rank_env is None and not unfollowed,
         in_own_dtypes=partial(build, config, version=version, rank_env=rank_env, small=True)
         if recast and real
         else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -122,11 +123,37 @@ def materialise(model: Any, device: torch.device, *, alone: bool) -> None:
         model.init_weights(buffer_device=device)
 
 
+def too_large_for_readers(model: nn.Module, device: torch.device) -> str:
+    """Whether to leave the job's clipping and optimizer unfollowed, alone: a note why; "" where they fit.
+
+    Args:
+        model: its parameters are there, no gradients yet.
+        device: where they are.
+    """
+    # Gradients, Adam's two states, and copies of weights and gradients, to be put back.
+    needed, free = 5 * _bytes_of_rank(model), _free(device)
+    if needed <= free:
+        return ""
+    return (
+        f"clipping and the optimizer were not followed: beside the weights they take {needed / 2**30:.1f} GiB, and "
+        f"{free / 2**30:.1f} GiB are free."
+    )
+
+
+def _bytes_of_rank(model: nn.Module) -> int:
+    local = (getattr(p, "_local_tensor", p) for p in model.parameters())
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+def _free(device: torch.device) -> float:
+    if device.type == "meta":
+        return math.inf
+    return _available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
 def _check_memory(model: nn.Module, device: torch.device) -> None:
     """Refuse before the machine swaps: parameters and gradients of one rank must fit."""
-    local = (getattr(p, "_local_tensor", p) for p in model.parameters())
-    needed = 2 * sum(t.numel() * t.element_size() for t in local)
-    available = _available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    needed, available = 2 * _bytes_of_rank(model), _free(device)
     if needed > available:
         raise BuildError(
             f"this model does not run on the meta device, and one rank's parameters and gradients need "

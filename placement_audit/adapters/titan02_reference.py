@@ -20,6 +20,7 @@ from torch import nn
 from placement_audit.adapters import titan02_step
 from placement_audit.case import Reference
 from placement_audit.errors import NotMeasurable
+from placement_audit.userstep import number_in
 
 SGD_LR = 0.1
 """Of the plain SGD step. Any number will do: the change is linear in it, and compared with its like."""
@@ -84,6 +85,7 @@ def updater(*, job: Any, spec: Any, dims: Any, model: nn.Module) -> Callable[[nn
         dims: torchtitan's ParallelDims of the job.
         model: the parallel one; any other that is updated is taken to be on one device.
     """
+    import torchtitan.train
     from torchtitan.distributed import utils
 
     def update(updated: nn.Module, which: str) -> float | None:
@@ -91,18 +93,22 @@ def updater(*, job: Any, spec: Any, dims: Any, model: nn.Module) -> Callable[[nn
         norm = None
         # Optimizers that step in backward are done before clipping begins.
         if not job.optimizer.early_step_in_backward:
-            norm = utils.clip_grad_norm_(
+            clipped_by = utils.clip_grad_norm_(
                 list(updated.parameters()),
                 job.training.max_norm,
                 **_known(utils.clip_grad_norm_, foreach=True, pp_mesh=None, ep_enabled=dims_here.ep_enabled),
-            ).item()
+            )
+            norm = number_in(clipped_by)
         if which == "sgd":
             torch.optim.SGD([p for p in updated.parameters() if p.requires_grad], lr=SGD_LR).step()
         else:
             # Made after backward, an optimizer that steps in backward would do nothing.
             config = dataclasses.replace(job.optimizer, early_step_in_backward=False)
-            build = spec.build_optimizers_fn
-            build([updated], config, **_known(build, parallel_dims=dims_here, ft_manager=None)).step()
+            # The Trainers of 0.2.0 and 0.2.1 have a manager of replicas, and hand it over, too.
+            more = (None,) if "ft_manager" in torchtitan.train.Trainer.__annotations__ else ()
+            called(
+                "build_optimizers_fn", spec.build_optimizers_fn, [updated], config, dims_here, *more
+            ).step()
         return norm
 
     return update
@@ -135,6 +141,20 @@ def _one_device() -> Any:
     # and building one would wait for the other ranks.
     dims.get_optional_mesh = lambda *_: None
     return dims
+
+
+def called(what: str, function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function of the job's by position, as the Trainer does.
+
+    Raises:
+        RuntimeError: it does not take what the Trainer gives it; ``what`` names it.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise RuntimeError(f"{what}{signature} is called with {len(given)} arguments: {error}") from None
+    return function(*given)
 
 
 def _known(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:

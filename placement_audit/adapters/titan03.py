@@ -96,6 +96,7 @@ def build(
             cfg, device, seed=titan02_device.SEED, rank=degrees.batch_rank(rank), ranks=degrees.batch_size
         )
     real = device.type != "meta" and rank_env is not None
+    unfollowed = titan02_device.too_large_for_readers(model, device) if rank_env is None else ""
     mesh = dims._global_meshes["dense"]  # private name of torchtitan 0.3.0
     return Case(
         name=name,
@@ -108,7 +109,7 @@ def build(
         backend=backend,
         grad_scale=Fraction(1),  # each rank divides its sum by the tokens of all ranks
         reduce_dtype=cfg.training.mixed_precision_reduce,
-        notes=(*notes, *_notes(cfg, device, rank_env)),
+        notes=(*notes, *_notes(cfg, device, rank_env), *([unfollowed] if unfollowed else [])),
         reference=partial(
             titan03_reference.reference,
             parse=partial(_again, config, version),
@@ -120,7 +121,8 @@ def build(
         )
         if real
         else None,
-        update=titan03_reference.updater(job=cfg, dims=dims, model=model) if real else None,
+        update=titan03_reference.updater(job=cfg, dims=dims, model=model),
+        own_readers=rank_env is None and not unfollowed,
         in_own_dtypes=partial(build, config, version=version, rank_env=rank_env) if recast and real else None,
     )
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from placement_audit.adapters import titan03_eager, titan03_step
-from placement_audit.adapters.titan02_reference import SGD_LR
+from placement_audit.adapters.titan02_reference import SGD_LR, called
 from placement_audit.case import Reference
 from placement_audit.errors import NotMeasurable
+from placement_audit.userstep import number_in
 
 
 def reference(
@@ -79,15 +80,21 @@ def updater(*, job: Any, dims: Any, model: nn.Module) -> Callable[[nn.Module, st
 
     def update(updated: nn.Module, which: str) -> float | None:
         dims_here = dims if updated is model else _one_device(job)
-        norm = utils.clip_grad_norm_(
-            list(updated.parameters()), job.training.max_norm, foreach=True, ep_enabled=dims_here.ep_enabled
-        ).item()
+        norm = number_in(
+            utils.clip_grad_norm_(
+                list(updated.parameters()),
+                job.training.max_norm,
+                foreach=True,
+                ep_enabled=dims_here.ep_enabled,
+            )
+        )
         if which == "sgd":
             torch.optim.SGD([p for p in updated.parameters() if p.requires_grad], lr=SGD_LR).step()
         else:
             optimizers = job.optimizer.build(model_parts=[updated])
-            if job.model_spec.post_optimizer_build_fn is not None:
-                job.model_spec.post_optimizer_build_fn(optimizers, [updated], dims_here)
+            hook = job.model_spec.post_optimizer_build_fn
+            if hook is not None:
+                called("post_optimizer_build_fn", hook, optimizers, [updated], dims_here)
             optimizers.step()
         return norm
 

@@ -10,11 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from placement_audit.dtensor_api import local_of, relabelling, replaced_everywhere, storage_key, unwatched
+from placement_audit.dtensor_api import (
+    kernels_on_meta,
+    local_of,
+    relabelling,
+    replaced_everywhere,
+    storage_key,
+    unwatched,
+)
 from placement_audit.engine import callsite
 from placement_audit.engine.flow import Flow
 from placement_audit.engine.grads import Grads, spoils
 from placement_audit.engine.opargs import covers
+from placement_audit.engine.singly import Singly
 from placement_audit.errors import AuditError
 from placement_audit.failure import Failure
 from placement_audit.model import State, StateKind
@@ -131,8 +139,9 @@ class Updates:
         try:
             with (
                 _kept(self._params),
-                replaced_everywhere(relabelling(flow.labelled.relabelled)),
+                replaced_everywhere(relabelling(flow.labelled.relabelled) | kernels_on_meta()),
                 flow,
+                Singly(),
             ):
                 readers()
                 self._ended = {id(p): (self._now(p), self._grads.spoilt(p)) for p in self._params}

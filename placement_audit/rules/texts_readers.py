@@ -25,7 +25,8 @@ the right norm and leaves these gradients unclipped (norm weights scaled by 1.00
 0.0344), and foreach SGD with momentum is wrong from its second step. AdamW's first step hides it.""",
     how_judged="""\
 The gradient is labelled Partial along the mesh dim and really is one term a rank, with the right
-scale; or it is labelled a shard, by ops that mind labels, and the parameter is another or none.""",
+scale; or it is labelled a shard, by ops that mind labels, and the parameter is another or none. Where the
+job's own clipping and optimizer were followed after the step, PA403 tells which of them did not mind it.""",
     bad="""\
 # p.grad is Partial on tp: each rank applies its own term
 for p in params:

@@ -12,10 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from placement_audit import Job, audit, audit_factory, watch
+from placement_audit.dtensor_api import EagerMode
+from placement_audit.engine.flow import Flow
+from placement_audit.engine.singly import Singly, _spans_places
 from placement_audit.errors import UsageError
 from placement_audit.report import json_io
 from placement_audit.verdicts import Outcome, Verdict
@@ -268,6 +271,136 @@ def test_the_readers_leave_nothing_in_the_trace() -> None:
     assert followed.assumed_invariant == alone.assumed_invariant
 
 
+# --------------------------------------------------------------------------- on the meta device, in lists
+
+
+def on_meta(mesh: DeviceMesh) -> tuple[Bag, Callable[[], torch.Tensor]]:
+    """A shard, a replicated weight whose gradient is left Partial, and one whose gradient is complete."""
+    with torch.device("meta"):
+        w = DTensor.from_local(torch.empty(H // 2, D), mesh, [Shard(0)])
+        norm, gain = (DTensor.from_local(torch.empty(D), mesh, [Replicate()], run_check=False) for _ in "ng")
+        x = DTensor.from_local(torch.empty(T, D), mesh, [Replicate()], run_check=False)
+    model = Bag(w=w, norm=norm, gain=gain)
+
+    def step() -> torch.Tensor:
+        rows = x.redistribute(placements=[Shard(0)]).to_local()
+        out = F.rms_norm(rows, (D,), model.norm.to_local(grad_placements=[Partial()]))
+        whole = on(out, mesh, Shard(0)).redistribute(placements=[Replicate()])
+        return (F.linear(whole, model.w).square().sum() + (x * model.gain).sum()).full_tensor()
+
+    return model, step
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach", None])
+def test_kernels_of_lists_are_followed_on_the_meta_device(kernel: str | None) -> None:
+    def clip_and_step(m: nn.Module) -> torch.Tensor:
+        options = {} if kernel is None else {kernel: True}
+        norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach=True)
+        torch.optim.AdamW(m.parameters(), lr=0.1, **options).step()
+        return norm
+
+    model, step = on_meta(fake_mesh(tp=2))
+    report = audit(step, model, optimizer=clip_and_step)
+    assert report.trace.run.notes == ()
+    assert report.trace.readers
+    assert {f.rule_id for f in report.findings} == set()
+    assert verdicts(report, "norm") == {"tp": Verdict.DEFERRED}
+    assert {
+        p.fqn: str(p.update.state[0].kind) for p in report.trace.params if p.update and p.update.state
+    } == {
+        "w": "varying",
+        "norm": "invariant",
+        "gain": "invariant",
+    }
+
+
+def test_a_fault_in_a_list_is_told_of_its_own_place() -> None:
+    def own_part(m: Any) -> None:
+        grads = [p.grad for p in m.parameters()]
+        torch._foreach_mul_(grads, m.w.grad.to_local().norm())
+        torch.optim.AdamW(m.parameters(), lr=0.1, fused=True).step()
+
+    model, step = on_meta(fake_mesh(tp=2))
+    report = audit(step, model, optimizer=own_part)
+    (finding,) = of_rule(report, "PA403")
+    assert finding.param_fqn == "gain", "the norm's terms are summed after it, on all ranks alike"
+    assert [s.call_site.code_line for s in finding.path] == [
+        "torch._foreach_mul_(grads, m.w.grad.to_local().norm())",
+        "torch.optim.AdamW(m.parameters(), lr=0.1, fused=True).step()",
+    ]
+
+
+class Lengths(EagerMode):
+    """Notes how long the lists of each op are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "foreach" in func._opname or "fused" in func._opname:
+            self.seen.append((func._opname, len(args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+def weights(mesh: DeviceMesh) -> list[torch.Tensor]:
+    shapes = ((4, 6), (6,), (2, 4))
+    found: list[torch.Tensor] = [on(draw(str(i), *s), mesh, Replicate()) for i, s in enumerate(shapes)]
+    for i, p in enumerate(found):
+        p.grad = on(draw(f"g{i}", *shapes[i]), mesh, Replicate())
+    return found
+
+
+def test_an_op_on_lists_of_dtensors_runs_one_by_one_and_means_the_same() -> None:
+    mesh = fake_mesh(tp=2)
+
+    def update(params: list[torch.Tensor]) -> list[torch.Tensor]:
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True)
+        torch.optim.AdamW(params, lr=0.1, fused=True, amsgrad=True).step()
+        torch.optim.SGD(params, lr=0.1, foreach=True, momentum=0.9).step()
+        return [norm, *torch._foreach_norm(params), *params]
+
+    together = update(weights(mesh))
+    with Lengths() as lengths, Singly():
+        apart = update(weights(mesh))
+    assert [x.to_local().tolist() for x in apart] == [x.to_local().tolist() for x in together]
+    on_dtensors = {name: n for name, n in lengths.seen if name != "_foreach_add_"}
+    assert on_dtensors == {"_foreach_norm": 1, "_foreach_mul_": 1, "_fused_adamw_": 1}
+    assert [n for name, n in lengths.seen if name == "_fused_adamw_"] == [1, 1, 1]
+
+
+def test_readers_meet_dtensors_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of a thousand takes DTensor longer than the step itself."""
+    ran: list[tuple[str, int]] = []
+    run = Flow._dtensor_op
+
+    def noted(flow: Flow, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(args[0], list):
+            ran.append((func._opname, len(args[0])))
+        return run(flow, func, args, kwargs)
+
+    monkeypatch.setattr(Flow, "_dtensor_op", noted)
+    model, step = on_meta(fake_mesh(tp=2))
+    audit(step, model, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True))
+    assert ran == [("_fused_adamw_", 1)] * 3
+
+
+def test_an_op_whose_numbers_go_by_place_runs_as_it_is() -> None:
+    mesh = fake_mesh(tp=2)
+    by_place = torch.tensor([1.0, 2.0, 3.0])
+    params, plain = weights(mesh), [torch.ones(2), torch.ones(3)]
+    want = [torch.addcmul(p, p.grad, p.grad, value=i + 1).to_local() for i, p in enumerate(params)]
+    with Lengths() as lengths, Singly():
+        torch._foreach_mul_(plain, 2.0)
+        grads = [p.grad for p in params]
+        torch._foreach_addcmul_(params, grads, grads, [1.0, 2.0, 3.0])
+    assert [n for name, n in lengths.seen if name == "_foreach_mul_"] == [2], "plain tensors stay together"
+    assert [n for name, n in lengths.seen if name == "_foreach_addcmul_"] == [1, 1, 1]
+    assert [p.to_local().tolist() for p in params] == [w.tolist() for w in want]
+    assert _spans_places(by_place, 3)
+    assert not _spans_places(by_place[0], 3)
+
+
 # --------------------------------------------------------------------------- what is not followed
 
 
@@ -286,6 +419,25 @@ def test_an_optimizer_that_needs_values_is_not_followed_and_said_so() -> None:
     assert not report.trace.readers
     assert any("were not judged" in b for b in report.blind_spots)
     assert report.outcome is Outcome.CLEAN
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ("AdamW", "expected a torch optimizer, or a function of the model; got str."),
+        (lambda: None, "which is called with the model alone: too many positional arguments."),
+        (torch.optim.SGD([torch.zeros(1)], lr=1).step, None),
+    ],
+    ids=["no function", "no argument", "an optional one"],
+)
+def test_an_optimizer_that_cannot_be_called_is_refused(optimizer: Any, told: str | None) -> None:
+    model, step = deferred(fake_mesh(tp=2))
+    if told is None:
+        assert audit(step, model, optimizer=optimizer).exit_status == 0
+        return
+    with pytest.raises(UsageError) as refused:
+        audit(step, model, optimizer=optimizer)
+    assert told in str(refused.value)
 
 
 def test_what_a_trace_cannot_see_of_readers_is_said() -> None:

@@ -54,6 +54,7 @@ def test_stock_is_right(config: str, overrides: tuple[str, ...], params: int) ->
     assert {j.verdict for j in report.judgements} == {Verdict.OK}
     assert len({j.param_fqn for j in report.judgements}) == params
     assert {j.mesh_dim for j in report.judgements} == set(report.trace.mesh.dim_names)
+    assert report.trace.readers
 
 
 @pytest.mark.parametrize("overrides", [(), ("--parallelism.disable_loss_parallel",), TP8], ids=" ".join)
@@ -63,6 +64,7 @@ def test_tp_alone_leaves_the_norms_to_their_readers(overrides: tuple[str, ...]) 
     assert report.exit_status == 0
     assert {j.param_fqn for j in report.judgements if j.verdict is Verdict.DEFERRED} == norms(report)
     assert {j.verdict for j in report.judgements if j.param_fqn not in norms(report)} == {Verdict.OK}
+    assert report.trace.readers
 
 
 def test_tp_alone_embedding_gradient_is_replicate_and_said_so() -> None:

@@ -98,6 +98,7 @@ def test_stock_is_right(stock: dict[str, Report], name: str) -> None:
     assert {j.verdict for j in report.judgements} == {Verdict.OK}
     assert len({j.param_fqn for j in report.judgements}) == PARAMETERS.get(name, 45)
     assert {j.mesh_dim for j in report.judgements} == set(report.trace.mesh.dim_names)
+    assert report.trace.readers
 
 
 def test_meshes_and_batches_are_the_jobs(stock: dict[str, Report]) -> None:
@@ -181,6 +182,82 @@ def test_ranks_measure_the_doubled_gradient(tmp_path: Path) -> None:
     assert set(off) == norms(report)
     assert all(ratio == pytest.approx(2.0, abs=1e-4) for ratio in off.values())
     assert {f.rule_id for f in report.findings if f.severity == "error"} == {"PA202"}
+
+
+# --------------------------------------------------------------------------- a user's optimizer
+
+OWN = """
+import dataclasses
+import torch
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.experiments.graph_trainer.llama3.config_registry import graph_trainer_llama3_debugmodel
+
+class Own(OptimizersContainer):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.model_parts[0].parameters():
+            g = p.grad.to_local()
+            p.to_local().sub_(g @ g.T @ g if g.dim() == 2 else g)
+
+def job():
+    made = graph_trainer_llama3_debugmodel()
+    made.optimizer = Own.Config(param_groups=made.optimizer.param_groups)
+    return made
+
+def hooked():
+    made = graph_trainer_llama3_debugmodel()
+    made.model_spec = dataclasses.replace(made.model_spec, post_optimizer_build_fn=HOOK)
+    return made
+
+def clips_by_its_own_norm(optimizers, parts, dims):
+    def hook(*_):
+        grads = [p.grad.to_local() for p in parts[0].parameters()]
+        total = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        for g in grads:
+            g.mul_((0.01 / total).clamp(max=1.0))
+    optimizers.register_step_pre_hook(hook)
+"""
+
+
+def own_job(tmp: Path, name: str, hook: str = "clips_by_its_own_norm") -> Report:
+    env = environment(tmp / "titan")
+    (tmp / "own_jobs.py").write_text(OWN.replace("HOOK", hook))
+    env["PYTHONPATH"] = f"{tmp}:{env['PYTHONPATH']}"
+    return dict(reports(env, tmp, [("own", "own_jobs", name, degrees(dp_shard=2, tp=2))]))["own"]
+
+
+def test_a_users_optimizer_on_shards_is_told(tmp_path: Path) -> None:
+    report = own_job(tmp_path, "job")
+    assert report.trace.readers
+    found = of_rule(report, "PA404")
+    assert {f.param_fqn for f in found} == {
+        p.fqn for p in report.trace.params if len(p.tensor.global_shape) == 2
+    }
+    assert {f.path[0].call_site.code_line for f in found} == {
+        "p.to_local().sub_(g @ g.T @ g if g.dim() == 2 else g)"
+    }
+    assert {j.verdict for j in report.judgements} == {Verdict.OK}
+
+
+def test_a_users_hook_with_a_norm_of_this_ranks_own_is_told(tmp_path: Path) -> None:
+    report = own_job(tmp_path, "hooked")
+    assert report.trace.readers
+    found = of_rule(report, "PA403")
+    assert {(f.param_fqn, f.mesh_dim) for f in found} == {(fqn, "tp") for fqn in norms(report)}
+    assert {f.path[0].call_site.code_line for f in found} == {"g.mul_((0.01 / total).clamp(max=1.0))"}
+    assert report.exit_status == 1
+
+
+def test_a_hook_that_cannot_be_called_is_told_in_a_note(tmp_path: Path) -> None:
+    report = own_job(tmp_path, "hooked", "lambda optimizers: None")
+    assert not report.trace.readers
+    (note,) = [n for n in report.trace.run.notes if "was not followed" in n]
+    assert "post_optimizer_build_fn(optimizers) is called with 3 arguments" in note
+    assert {j.verdict for j in report.judgements} == {Verdict.OK}
 
 
 # --------------------------------------------------------------------------- what is told
