@@ -38,7 +38,10 @@ class Program:
         values: of the parameters, whole.
         laid: their placements on (dp, tp).
         plain: those that are plain tensors, the same on all ranks.
-        reduced: (parameter, mesh dim) whose gradient is all-reduced by hand in the end.
+        reduced: (parameter, mesh dim) whose gradient is all-reduced by hand.
+        micro_batches: forwards and backwards before the gradients are read.
+        early: the gradients are all-reduced by hand after each of them, not in the end.
+        again: the forward is checkpointed.
     """
 
     def __init__(self, seed: int, mesh_dims: tuple[str, ...]) -> None:
@@ -50,8 +53,12 @@ class Program:
         self.laid: dict[str, tuple[Placement, Placement]] = {}
         self.plain: set[str] = set()
         self.ops: list[Op] = []
+        self._kept: tuple[Placement, bool] | None = None
         self._make()
         likely = self._chance.random
+        self.micro_batches = 2 if likely() < 0.2 else 1
+        self.early = likely() < 0.3
+        self.again = likely() < 0.2
         self.reduced = [(n, "tp") for n in self.values if likely() < 0.06]
         self.reduced += [(n, "dp") for n in self.values if n in self.plain and self._dp and likely() < 0.85]
 
@@ -59,9 +66,9 @@ class Program:
         pick = self._chance.choice
         at, local = pick([R, ROWS]), False
         self.ops.append(("input", at))
-        for _ in range(self._chance.randint(2, 6)):
-            some = ("label", "scale", "scale", "matmul", "act", "cross", "cross", "add")
-            kind = pick(some if local else ("take", "take", "move", "scale", "matmul", "act"))
+        for _ in range(self._chance.randint(3, 8)):
+            some = ("label", "scale", "scale", "matmul", "act", "cross", "cross", "add", "join")
+            kind = pick(some if local else ("take", "take", "move", "scale", "matmul", "act", "join"))
             at, local = getattr(self, f"_{kind}")(at, local)
         if local and self._chance.random() < 0.6:
             at, local = self._label(at, local)
@@ -93,7 +100,15 @@ class Program:
 
     def _act(self, at: Placement, local: bool) -> tuple[Placement, bool]:
         if at != P:
-            self.ops.append(("act",))
+            self.ops.append((self._chance.choice(["tanh", "tanh" if at == COLUMNS else "norm"]),))
+        return at, local
+
+    def _join(self, at: Placement, local: bool) -> tuple[Placement, bool]:
+        """A residual connection: what was kept is added, where it is like what there is; then this is kept."""
+        if self._kept == (at, local):
+            self.ops.append(("join",))
+        self.ops.append(("keep",))
+        self._kept = at, local
         return at, local
 
     def _move(self, at: Placement, local: bool) -> tuple[Placement, bool]:

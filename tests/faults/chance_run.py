@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
 
 from placement_audit import Job, Report, audit_factory
 from placement_audit.config import RankEnv
@@ -25,6 +26,7 @@ BATCH = Shard(0)
 MESHES = {2: ("tp",), 4: ("dp", "tp")}
 """By the ranks."""
 
+SHAPED: dict[str, Any] = {"tanh": torch.tanh, "norm": lambda h: F.rms_norm(h, (D,))}
 APPLY: dict[str, Any] = {"scale": torch.mul, "add": torch.add, "matmul": F.linear}
 
 
@@ -79,8 +81,10 @@ def job(seed: int, mesh: DeviceMesh) -> Job:
     program = Program(seed, names)
     dp, group = "dp" in names, mesh.get_group("tp")
     numbers = torch.Generator().manual_seed(~seed % 2**31)
-    x, y = (torch.randn(B, T, D, generator=numbers) for _ in range(2))
-    own_x, own_y = (mine(v, mesh, "dp") if dp else v for v in (x, y))
+    batches = [
+        tuple(torch.randn(B, T, D, generator=numbers) for _ in range(2)) for _ in range(program.micro_batches)
+    ]
+    own = [tuple(mine(v, mesh, "dp") if dp else v for v in batch) for batch in batches]
 
     def placed(on_tp: Placement, on_dp: Placement = BATCH) -> tuple[Placement, ...]:
         return (on_dp, on_tp) if dp else (on_tp,)
@@ -104,13 +108,23 @@ def job(seed: int, mesh: DeviceMesh) -> Job:
         return p.to_local(grad_placements=labels and labels[-mesh.ndim :]) if local else p
 
     def step() -> None:
-        h: Any = None
-        for kind, *said in program.ops:
+        for i, (x, y) in enumerate(own, 1):
+            loss = checkpoint(forward, x, y, use_reentrant=False) if program.again else forward(x, y)
+            loss.backward()
+            if program.early or i == len(own):
+                reduce()
+
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h: Any = on(part(x, program.ops[0][1]), mesh, *placed(program.ops[0][1]))
+        kept = h
+        for kind, *said in program.ops[1:-1]:
             match kind:
-                case "input":
-                    h = on(part(own_x, said[0]), mesh, *placed(said[0]))
-                case "act":
-                    h = h.tanh()
+                case "tanh" | "norm":
+                    h = SHAPED[kind](h)
+                case "keep":
+                    kept = h
+                case "join":
+                    h = h + kept
                 case "move":
                     h = h.redistribute(placements=placed(said[0]))
                 case "take":
@@ -120,35 +134,43 @@ def job(seed: int, mesh: DeviceMesh) -> Job:
                     h = on(h.contiguous(), mesh, *placed(said[0]), **label)
                 case "cross":
                     h = BOUNDARIES[said[0]](h, group)
-                case "loss":
-                    _loss(h, *said).backward()
                 case _:
                     h = APPLY[kind](h, param(*said, not isinstance(h, DTensor)))
+        return _loss(h, y, *program.ops[-1][1:])
+
+    def reduce() -> None:
         for name, mesh_dim in program.reduced:
             g = getattr(model, name).grad
             if g is not None:
                 dist.all_reduce(g.to_local() if isinstance(g, DTensor) else g, group=mesh.get_group(mesh_dim))
 
-    def _loss(h: Any, at: Placement, how: str) -> torch.Tensor:
+    def _loss(h: Any, y: torch.Tensor, at: Placement, how: str) -> torch.Tensor:
         if isinstance(h, DTensor):
             h = h.redistribute(placements=placed(R if at == P else at))
             at = R if at == P else at
-            own = (h - on(part(own_y, at), mesh, *placed(at))).square().sum()
-            return (
-                own.full_tensor() if how == "whole" else own.redistribute(placements=placed(R, P)).to_local()
-            )
+            terms = (h - on(part(y, at), mesh, *placed(at))).square().sum()
+            if how == "whole":
+                return terms.full_tensor()
+            return terms.redistribute(placements=placed(R, P)).to_local()
         if at == P:
             h, at = Reduce.apply(h, group), R
-        own = (h - part(own_y, at)).square().sum()
+        term = (h - part(y, at)).square().sum()
         if at == R:
-            return own
-        return Reduce.apply(own, group) if how == "whole" else dnn.all_reduce(own, group=group)
+            return term
+        return Reduce.apply(term, group) if how == "whole" else dnn.all_reduce(term, group=group)
 
     def loss(m: Any) -> torch.Tensor:
-        h = x
+        return sum((_one(m, x, y) for x, y in batches), torch.zeros(()))
+
+    def _one(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = kept = x
         for kind, *said in program.ops:
-            if kind == "act":
-                h = h.tanh()
+            if kind == "keep":
+                kept = h
+            elif kind == "join":
+                h = h + kept
+            elif kind in SHAPED:
+                h = SHAPED[kind](h)
             elif kind in APPLY:
                 h = APPLY[kind](h, getattr(m, said[0]))
         return (h - y).square().sum()
@@ -157,7 +179,7 @@ def job(seed: int, mesh: DeviceMesh) -> Job:
         model=model,
         step=step,
         mesh=mesh,
-        inputs=(own_x, own_y),
+        inputs=own,
         batch_placements={"dp": BATCH} if dp else None,
         reference=one_device(Bag(**values), loss),
     )
