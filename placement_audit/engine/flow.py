@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from placement_audit import states
 from placement_audit.dtensor_api import (
     DTensor,
     EagerMode,
@@ -22,9 +21,10 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
-from placement_audit.engine.apart import NUMBERS, Stream, argument, numbers_of
+from placement_audit.engine.apart import Stream
 from placement_audit.engine.carry import Carry
 from placement_audit.engine.collectives import CollectiveCall
+from placement_audit.engine.differing import Differing
 from placement_audit.engine.inplace import (
     as_measured,
     fills,
@@ -40,6 +40,7 @@ from placement_audit.engine.leftout import LeftOut
 from placement_audit.engine.opargs import covers, flat, shares, tensors
 from placement_audit.engine.optraits import OpTraits, traits_of
 from placement_audit.engine.optraits import known as _traits
+from placement_audit.engine.ownpart import OwnPart
 from placement_audit.engine.traffic import Dims, Traffic
 from placement_audit.engine.world import World
 from placement_audit.model import Layout
@@ -79,6 +80,8 @@ class Flow(EagerMode):
         stream: takes down the plain ops, and knows whose numbers differ between ranks; None for nobody.
         carry: what plain tensors are, placement for placement.
         left_out: knows the backwards that torch leaves to another op's.
+        own: gradients that are zero but in this rank's own part.
+        differing: what ops make of numbers that differ between ranks.
         on_op: called at each op of the forward, but for those inside a DTensor's; None for nobody.
         on_written: called with the tensors that an op or a collective wrote in place, afterwards; None for nobody.
     """
@@ -99,13 +102,15 @@ class Flow(EagerMode):
         self.layouts: dict[int, Layout] = {}
         self.random_ops = 0
         self.params: dict[int, str] = {}
-        self.labelled = Labelled(ledger, world)
+        self.own = OwnPart(ledger, world)
+        self.labelled = Labelled(ledger, world, self.own)
         self.traffic = Traffic(ledger, world, on_collective)
         self.carry = Carry(ledger, world, self.params)
         self.left_out = LeftOut(world, self.carry.doubts)
+        self.seeds: set[int] = set()
+        self.differing = Differing(ledger, self.carry, self.own, self.seeds)
         self.on_use = on_use
         self.seeding = False
-        self.seeds: set[int] = set()
         self.stream: Stream | None = None
         self.on_scaled: Callable[[torch.Tensor, float], None] | None = None
         self.on_op: Callable[[], None] | None = None
@@ -179,50 +184,17 @@ class Flow(EagerMode):
         if traits.copies and self.traffic.lands(args):
             return func(*args, **kwargs)
         ins = flat(args) + flat(list(kwargs.values()))
-        known = ins if func._opname != "lift_fresh" else []  # made of numbers, at an address of no meaning
-        numbers = numbers_of(func, args, kwargs) if not traits.collective else 0
-        varying = stream.take(str(func), known, numbers)
-        self._vary_given(known, varying)
+        varying = self.differing.begins(stream, func, args, kwargs, ins)
         out = self._plain_op(func, args, kwargs)
         if func._opname == "_local_scalar_dense" and self.ledger.is_equal(ins[0]):
             return stream.read(ins[0], out)
-        outs = flat(out)
-        stream.made(outs, known, talks=traits.collective)
-        dims = {d for d, which in varying if which == NUMBERS}
-        if dims and not traits.collective:
-            keys = {storage_key(local_of(x)) for x in ins}
-            for o in outs or (args[0] if traits.foreach_in_place else ()):
-                alone = not traits.mutates and storage_key(local_of(o)) in keys
-                self._vary(o, dims, cut=traits.views, alone=alone)
+        self.differing.ran(stream, func, args, ins, flat(out), varying)
         return out
 
     def given(self, what: str, ins: list[torch.Tensor]) -> None:
         """A call that is no op is about to read tensors: which ones may differ between ranks."""
         if self.stream is not None:
-            self._vary_given(ins, self.stream.take(what, ins))
-
-    def _vary_given(self, ins: list[torch.Tensor], varying: tuple[tuple[int, int], ...]) -> None:
-        for d, which in varying:
-            if which != NUMBERS:
-                at, piece = argument(which)
-                self._vary(ins[at], {d}, cut=piece, alone=True)
-
-    def _vary(self, x: torch.Tensor, dims: set[int], *, cut: bool, alone: bool) -> None:
-        """A tensor differs between the ranks along some mesh dims, by a number or by which tensor it is."""
-        ledger = self.ledger
-        self.carry.differs(x, dims)
-        self.seeds.discard(storage_key(local_of(x)))
-        sid = ledger.get(x)
-        cut = cut and ledger.is_grad(sid)
-
-        def differs(sid: int) -> int:
-            return ledger.changed(sid, lambda d, s: states.sliced(s, is_grad=cut) if d in dims else s)
-
-        new = differs(sid)
-        if new != sid and alone:
-            ledger.put_alone(local_of(x), new)
-        elif new != sid:
-            ledger.written(x, new, lambda _inside, was: differs(was))
+            self.differing.given(ins, self.stream.take(what, ins))
 
     def _plain_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         traits = _traits.get(func) or traits_of(func)
@@ -303,6 +275,8 @@ class Flow(EagerMode):
             self._tell_scaled(traits, args, outs)
         if self.seeding or self.seeds:
             self._follow_seed(traits, in_keys, out_keys)
+        if self.own.any and in_backward():
+            self.own.ran(func, traits, ins, outs)
         if self.params and not in_backward():
             self._follow_param(func, ins, in_keys, out, out_keys)
         return out

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placement_audit import states
 from placement_audit.dtensor_api import DTensor, local_of, spec_of, storage_key
 from placement_audit.engine.ledger import Ledger
+from placement_audit.engine.ownpart import OwnPart
 from placement_audit.engine.world import World
 from placement_audit.model import Layout, State, StateKind
 
@@ -17,13 +18,14 @@ from placement_audit.model import Layout, State, StateKind
 class Labelled:
     """Brings states in line with placements, where those are to be believed."""
 
-    def __init__(self, ledger: Ledger, world: World) -> None:
+    def __init__(self, ledger: Ledger, world: World, own: OwnPart) -> None:
         """See the class."""
         self.ledger = ledger
+        self._own = own
         self.world = world
         # The same few questions come up thousands of times; answers depend on nothing else.
         self._plans: dict[tuple[int, int, bool], list[tuple[int, Any, State]]] = {}
-        self._relabels: dict[tuple[int, int, int], int] = {}
+        self._relabels: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
         self._false: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def settle(self, out: DTensor, ins: list[torch.Tensor], *, alone: bool = False) -> None:
@@ -92,7 +94,7 @@ class Labelled:
             found = self._false[key] = tuple(
                 d
                 for d, state in enumerate(vector)
-                if state.kind in (StateKind.VARYING, StateKind.MIXED)
+                if state.kind is StateKind.VARYING
                 and (label := layout.on(self.world.dims[d])) is not None
                 and label.is_replicate
             )
@@ -123,17 +125,23 @@ class Labelled:
         mesh: DeviceMesh = current.mesh
         src = self.world.layout(mesh, current.placements)
         dst = self.world.layout(mesh, target.placements)
-        key = (sid, id(src), id(dst))
+        kept = self._kept(local, dst) if self._own.any else ()
+        key = (sid, id(src), id(dst), kept)
         new = self._relabels.get(key)
         if new is None:
-            new = self._relabels[key] = self._relabel(sid, src, dst)
+            new = self._relabels[key] = self._relabel(sid, src, dst, kept)
         if storage_key(local_of(result)) == storage_key(local_of(local)):
             ledger.put_alone(result, new)
         else:
             ledger.put(result, new)
         return result
 
-    def _relabel(self, sid: int, src: Layout, dst: Layout) -> int:
+    def _kept(self, local: torch.Tensor, dst: Layout) -> tuple[int, ...]:
+        """Mesh dims along which a rank keeps all that it has of a gradient."""
+        shards = ((d, dst.on(name)) for d, name in enumerate(self.world.dims))
+        return tuple(d for d, p in shards if p is not None and self._own.keeps(local, d, p.tensor_dim))
+
+    def _relabel(self, sid: int, src: Layout, dst: Layout, kept: tuple[int, ...]) -> int:
         ledger = self.ledger
         before, after = (dict(zip(x.dims, x.placements, strict=True)) for x in (src, dst))
         grad = ledger.is_grad(sid)
@@ -141,6 +149,8 @@ class Labelled:
         def change(d: int, state: State) -> State:
             name = self.world.dims[d]
             if name not in before:
+                return state
+            if d in kept and before[name].is_replicate and state.kind is StateKind.VARYING:
                 return state
             return states.relabel(state, before[name], after[name], self.world.sizes[d], is_grad=grad)
 

@@ -107,13 +107,18 @@ class World:
         return tuple(d for d, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
 
     @property
+    def here(self) -> tuple[int, ...]:
+        """This rank's coordinates."""
+        return self._coords[self.rank]
+
+    @property
     def axes(self) -> range:
         """Indices of the world mesh dims."""
         return range(len(self.dims))
 
     def neighbour(self, dim: int) -> int:
         """The next rank along a world mesh dim."""
-        here = self._coords[self.rank]
+        here = self.here
         there = (*here[:dim], (here[dim] + 1) % self.sizes[dim], *here[dim + 1 :])
         return next(r for r, c in self._coords.items() if c == there)
 

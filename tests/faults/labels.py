@@ -203,4 +203,55 @@ LOCAL_LOSS = Family(
     job=_local_loss,
 )
 
-FAMILIES = (REDISTRIBUTED, MISFIT, COMPLETE, TERM, LOCAL_LOSS)
+# --------------------------------------------------------------------------- each its part of a whole
+
+
+def _own_part(mesh: DeviceMesh, variant: str) -> Job:
+    n, rank = mesh.size(), mesh.get_local_rank()
+    x, y = draw("x", n, D, scale=1), draw("y", n, D)
+    values = {"norm": 1 + draw("norm", D)} | ({"scale": 1 + draw("scale", D)} if variant == "read" else {})
+    model = Bag(**{name: laid_out(v, mesh, R) for name, v in values.items()})
+    parts = Shard(1) if variant == "of columns" else Shard(0)
+    row = n - 1 - rank if variant == "another's" else rank
+
+    def step() -> None:
+        whole = (on(x, mesh, R) * model.norm).redistribute(placements=[parts]).full_tensor()
+        if variant == "read":
+            whole = (whole * model.scale.to_local(grad_placements=[P])).tanh() / 2
+        if variant == "summed up":
+            whole = whole.cumsum(0)
+        match variant:
+            case "a row":
+                part = whole[row][None]
+            case "sliced":
+                part = whole[row : row + 1]
+            case _:
+                part = whole.chunk(n)[row]
+        loss = (part - y.chunk(n)[row]).square().sum()
+        Reduce.apply(loss, mesh.get_group()).backward()
+
+    def loss(m: Any) -> torch.Tensor:
+        h = x * m.norm
+        h = (h * m.scale).tanh() / 2 if variant == "read" else h.cumsum(0) if variant == "summed up" else h
+        return (h - y).square().sum()
+
+    return Job(model=model, step=step, mesh=mesh, inputs=(x, y), reference=one_device(Bag(**values), loss))
+
+
+OWN_PART = Family(
+    name="each rank its own part of what was gathered",
+    about="the gradient is zero but in that part: to keep no more of it loses nothing, where it is the same part",
+    mesh={"tp": 2},
+    variants={
+        "chunked": RIGHT,
+        "sliced": RIGHT,
+        "a row": RIGHT,
+        "read": RIGHT,
+        "of columns": Expect(gradients=lost("norm")),
+        "another's": Expect(gradients=lost("norm")),
+        "summed up": Expect(gradients=lost("norm")),
+    },
+    job=_own_part,
+)
+
+FAMILIES = (REDISTRIBUTED, MISFIT, COMPLETE, TERM, LOCAL_LOSS, OWN_PART)
