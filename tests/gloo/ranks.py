@@ -22,7 +22,7 @@ from typing import Any
 from placement_audit.config import RankEnv
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 120.0
+DEADLINE = 240.0
 """Seconds that a launch may take."""
 
 
