@@ -36,11 +36,13 @@ def faults() -> int:
     if lacking is None:
         for how, gradients in ((SPMD_TYPES, False), (f"{SPMD_TYPES}, gradients too", True)):
             columns[how], reasons[how] = by_types(FAMILIES, gradients=gradients)
-    print(f"{'family':<40}{'variant':<40}{'truth':<8}" + "".join(f"{how:<14}" for how in columns).rstrip())
     truth = {(f.name, v): e.right for f in FAMILIES for v, e in f.variants.items()}
+    wide, less = (2 + max(len(item[i]) for item in truth) for i in (0, 1))
+    head = f"{'family':<{wide}}{'variant':<{less}}{'truth':<8}"
+    print((head + "".join(f"{how:<14}" for how in columns)).rstrip())
     for (family, variant), right in truth.items():
         cells = [outcome_of(right, column.get((family, variant))) for column in columns.values()]
-        row = f"{family:<40}{variant:<40}{'right' if right else 'wrong':<8}"
+        row = f"{family:<{wide}}{variant:<{less}}{'right' if right else 'wrong':<8}"
         print((row + "".join(f"{c:<14}" for c in cells)).rstrip())
     for how, column in columns.items():
         print(f"{how}: {tally(truth, column)}")
