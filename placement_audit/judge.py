@@ -264,10 +264,13 @@ def _verdict(
             "a value equal on all ranks, or one added to a per-rank term, is summed over them: whether the "
             "gradient is complete or one of its terms is for values to decide"
         )
-    told = next((m for i in state.blame if (m := misfit(trace.boundaries[i], name))), None)
-    if state.kind is StateKind.LOST and told is not None:
-        return Verdict.WRONG_PLACEMENT, f"on its way the gradient of what is {told[1]} was labelled {told[0]}"
     if state.kind is StateKind.LOST:
+        told = next((m for i in state.blame if (m := misfit(trace.boundaries[i], name))), None)
+        if told is not None:
+            return (
+                Verdict.WRONG_PLACEMENT,
+                f"on its way the gradient of what is {told[1]} was labelled {told[0]}",
+            )
         return Verdict.LOST_REDUCTION, f"some of the {size} ranks' terms were dropped before they were summed"
     if state.kind is StateKind.MIXED:
         if label.is_partial:

@@ -69,7 +69,7 @@ class Crossings:
         self._world = world
 
     def labelled(
-        self, raw: RawBoundary, src: Layout, left: Layout, sid: int, kind: str, *, equal: bool = False
+        self, raw: RawBoundary, src: Layout, left: Layout, sid: int, kind: str, *, equal: bool
     ) -> int:
         """The state of a plain gradient that got a label.
 

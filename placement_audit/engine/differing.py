@@ -14,8 +14,7 @@ from placement_audit.dtensor_api import in_backward, local_of, storage_key
 from placement_audit.engine.apart import NUMBERS, Stream, argument, numbers_of
 from placement_audit.engine.carry import Carry
 from placement_audit.engine.ledger import Ledger
-from placement_audit.engine.optraits import known as _traits
-from placement_audit.engine.optraits import traits_of
+from placement_audit.engine.optraits import OpTraits
 from placement_audit.engine.ownpart import OwnPart
 
 Varying = tuple[tuple[int, int], ...]
@@ -39,9 +38,10 @@ class Differing:
         self._own = own
         self._seeds = seeds
 
-    def begins(self, stream: Stream, func: Any, args: Any, kwargs: Any, ins: list[torch.Tensor]) -> Varying:
+    def begins(
+        self, stream: Stream, func: Any, traits: OpTraits, args: Any, kwargs: Any, ins: list[torch.Tensor]
+    ) -> Varying:
         """An op is about to run; gives what of it differs."""
-        traits = _traits.get(func) or traits_of(func)
         numbers = numbers_of(func, args, kwargs) if not traits.collective else 0
         varying = stream.take(str(func), _named(func, ins), numbers)
         self.given(ins, varying)
@@ -51,13 +51,13 @@ class Differing:
         self,
         stream: Stream,
         func: Any,
+        traits: OpTraits,
         args: Any,
         ins: list[torch.Tensor],
         outs: list[torch.Tensor],
         varying: Varying,
     ) -> None:
         """The op has run."""
-        traits = _traits.get(func) or traits_of(func)
         stream.made(outs, _named(func, ins), talks=traits.collective)
         dims = {d for d, which in varying if which == NUMBERS}
         if dims and not traits.collective:

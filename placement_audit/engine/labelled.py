@@ -76,9 +76,9 @@ class Labelled:
         for x in ins:
             false = self._falsely_whole(x) if isinstance(x, DTensor) else ()
             if false:
-                out = dict(zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True))
+                placed = zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True)
+                apart = {d for span, p in placed if not p.is_replicate() for d in span or ()}
                 vector = self.ledger.vector(self.ledger.get(x))
-                apart = {d for span, p in out.items() if not p.is_replicate() for d in span or ()}
                 found += [(d, states.misread(vector[d])) for d in false if d in apart]
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from placement_audit.report.route import CARRIED, FAULT, Edge, labels_of
+from placement_audit.rules.values import how_often
 from placement_audit.tracing import ParamRecord, ValueDoubt
 
 KINDS = {
@@ -113,7 +114,7 @@ def _added(x: ValueDoubt, size: int, param: ParamRecord | None) -> Iterator[Step
     )
     yield Step(
         into=_plain(f"{_at(x)}, {inside}", CARRIED),
-        out=Edge(labels=None, mark=CARRIED, really=f"with {names} in it {_often(x, size)}"),
+        out=Edge(labels=None, mark=CARRIED, really=f"with {names} in it {how_often(x, size)}"),
         notes=(f"the terms are summed over {x.mesh_dim}",),
         sums=True,
         labels=True,
@@ -172,10 +173,3 @@ def _names(x: ValueDoubt) -> str:
         elif fqn:
             named.append(fqn if n == 1 else f"{n} x {fqn}")
     return ", ".join(named) or "a complete value"
-
-
-def _often(x: ValueDoubt, size: int) -> str:
-    if len(x.counted) != 1:
-        return "not once"
-    (name, n), *_ = x.counted
-    return f"{size if name == '1' else abs(n) * size} times"

@@ -13,13 +13,10 @@ from placement_audit.report.reads import UPDATED, reading, updating
 from placement_audit.report.route import FAULT, Edge, Stop, labels_of, stop_at
 from placement_audit.report.way import collective_text, state_text
 from placement_audit.rules.departures import departure_of
+from placement_audit.rules.texts_measured import WRONG_GRADIENT
+from placement_audit.rules.texts_readers import WRONG_UPDATE
 from placement_audit.tracing import Boundary, Collective, LossRecord, ParamRecord, ParamUse, Phase, ValueDoubt
 from placement_audit.verdicts import Finding, PathStep, Report
-
-WRONG_UPDATE = "PA402"
-"""The rule that only numbers give, and whose places are readers."""
-
-_WRONG_GRADIENT = "PA207"
 
 ALSO = ("named, too", "where among the calls above is not known")
 """What is said above stops that are told from the rest."""
@@ -90,7 +87,7 @@ class Finder:
         d = departure_of(f.param_fqn, self._measured.departures) if self._measured is not None else None
         departed = departed_steps(f, d) if d is not None else []
         rest = [s for s in f.path if s.boundary not in named and s not in departed]
-        found = self._known(f, rest, own) if rest or f.rule_id == WRONG_UPDATE else Spots()
+        found = self._known(f, rest, own) if rest or f.rule_id == WRONG_UPDATE.id else Spots()
         if d is None or not departed:
             return found
         if f.path[0] not in departed:  # a trace knows better, and is not contradicted
@@ -123,7 +120,7 @@ class Finder:
             dim = self._trace.mesh.dim_names.index(f.mesh_dim)
             end = UPDATED if param.update.state is not None else "changed .grad"
             return Spots(readers=updating(param, param.update, dim, steps), read_end=end)
-        if f.rule_id == WRONG_UPDATE and param is not None:
+        if f.rule_id == WRONG_UPDATE.id and param is not None:
             known = self._measured.readers if self._measured is not None else ()
             return Spots(readers=(reading(f, param, steps, known),), read_end=UPDATED)
         for step in steps:
@@ -235,7 +232,7 @@ def _used(f: Finding, step: PathStep, use: ParamUse, *, own: bool) -> Spots:
         before=Edge(labels=labels_of(use.layout)) if own else None,
         after=Edge(labels=labels_of(use.result)),
         left=Edge(labels=None, mark=FAULT, really="wrong from here on")
-        if f.rule_id == _WRONG_GRADIENT
+        if f.rule_id == WRONG_GRADIENT.id
         else None,
     )
     return Spots(stops=(stop,), met=own, loose=not own)

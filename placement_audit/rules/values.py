@@ -24,9 +24,10 @@ def value_findings(
         update_off: a parameter was measured wrong after clipping and a step although its gradient was right.
     """
     for x in trace.value_doubts:
-        off = update_off if x.after_backward else gradient_off if x.kind == "left_out" else m and _loss_off(m)
-        if m is not None and not off:
-            continue
+        if m is not None:
+            off = gradient_off if x.kind == "left_out" else _loss_off(m)
+            if not (update_off if x.after_backward else off):
+                continue
         match x.kind:
             case "left_out":
                 yield _left_out(x)
@@ -79,6 +80,12 @@ def _names(x: ValueDoubt) -> str:
     return ", ".join(named) or "a complete value"
 
 
+def how_often(x: ValueDoubt, size: int) -> str:
+    """How often what each of ``size`` ranks adds is counted, in words."""
+    (name, n), *more = x.counted
+    return "not once" if more else f"{size if name == '1' else abs(n) * size} times"
+
+
 def _path(x: ValueDoubt) -> tuple[PathStep, ...]:
     cause = PathStep(role="cause", kind=x.op, call_site=x.call_site, boundary=-1)
     if x.summed_at is None:
@@ -102,8 +109,7 @@ def _finding(x: ValueDoubt, rule_id: str, *, why: str, module_fqn: str | None = 
 
 def _counted(trace: Trace, x: ValueDoubt, *, sure: bool) -> Finding:
     size = trace.mesh.size(x.mesh_dim)
-    (name, n), *more = x.counted
-    often = "not once" if more else f"{size if name == '1' else abs(n) * size} times"
+    often = how_often(x, size)
     named = [fqn for fqn, _ in x.counted if fqn not in ("", "1")]
     what = "gradients" if x.after_backward else "the forward"
     return _finding(

@@ -18,7 +18,7 @@ from placement_audit.config import RankEnv
 from placement_audit.verdicts import GOOD, Verdict
 from tests.faults.chance import D, Labels, Program
 from tests.faults.family import Bag, P, R, laid_out, mine, on, one_device
-from tests.faults.functions import Copy, Reduce, ReduceTwice
+from tests.faults.functions import Copy, Reduce, ReduceTwice, gathered, scattered
 from tests.faults.truth import Truth, truth_of
 
 B, T = 4, 8
@@ -31,9 +31,7 @@ APPLY: dict[str, Any] = {"scale": torch.mul, "add": torch.add, "matmul": F.linea
 
 
 def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, 1)
+    return gathered(x.transpose(0, 1).contiguous(), group).transpose(0, 1).contiguous()
 
 
 def _cut(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -42,10 +40,7 @@ def _cut(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    rows = x.transpose(0, 1).contiguous()
-    out = rows.new_empty(rows.shape[0] // dist.get_world_size(group), *rows.shape[1:])
-    dist.reduce_scatter_tensor(out, rows, group=group)
-    return out.transpose(0, 1).contiguous()
+    return scattered(x.transpose(0, 1), group).transpose(0, 1).contiguous()
 
 
 def _boundary(forward: Any, backward: Any) -> Any:
