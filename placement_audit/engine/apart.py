@@ -130,13 +130,16 @@ class Stream:
         self._times_read[self.met[-1].token] += 1
         return self._numbers.setdefault(key, number)
 
-    def made(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], *, talks: bool) -> None:
+    def made(
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], *, talks: bool, anew: bool
+    ) -> None:
         """Note the results of the op that was taken last.
 
         Args:
             outs: its results.
             ins: its tensors.
             talks: it is a collective.
+            anew: what it made of its own tensors' memory comes from it, and no more from where that came from.
         """
         old = {storage_key(local_of(x)) for x in ins}
         written = {storage_key(local_of(x)) for x in outs} or old
@@ -146,7 +149,7 @@ class Stream:
             self._heard -= written
         for i, x in enumerate(outs):
             key = storage_key(local_of(x))
-            if key not in old:
+            if anew or key not in old:
                 self._sources[key] = ("op", len(self.met) - 1, i)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from placement_audit import states
-from placement_audit.dtensor_api import in_backward, local_of, storage_key
+from placement_audit.dtensor_api import accumulating, in_backward, local_of, storage_key
 from placement_audit.engine.apart import NUMBERS, Stream, argument, numbers_of
 from placement_audit.engine.carry import Carry
 from placement_audit.engine.ledger import Ledger
@@ -19,6 +19,17 @@ from placement_audit.engine.ownpart import OwnPart
 
 Varying = tuple[tuple[int, int], ...]
 """(Mesh dim, which argument) that differs along it."""
+
+Told = tuple[str, list[torch.Tensor]]
+"""(Name, tensors) of an op as other ranks know it."""
+
+_KEEPS = "a first gradient is kept"
+_KEPT = {"detach": 0, "clone": 0, "copy_": 1}
+"""How a leaf keeps its first gradient: op -> which argument that is.
+
+torch takes it as it is, or copies it where somebody else holds it still. A collective's thread may, for a while: it
+is a matter of time, and no rank's doing, which of the two a rank does.
+"""
 
 
 class Differing:
@@ -40,12 +51,15 @@ class Differing:
 
     def begins(
         self, stream: Stream, func: Any, traits: OpTraits, args: Any, kwargs: Any, ins: list[torch.Tensor]
-    ) -> Varying:
-        """An op is about to run; gives what of it differs."""
+    ) -> tuple[Told | None, Varying]:
+        """An op is about to run; gives what others are told of it, None for nothing, and what of it differs."""
+        told = _told(func, ins)
+        if told is None:
+            return None, ()
         numbers = numbers_of(func, args, kwargs) if not traits.collective else 0
-        varying = stream.take(str(func), _named(func, ins), numbers)
-        self.given(ins, varying)
-        return varying
+        varying = stream.take(*told, numbers)
+        self.given(told[1], varying)
+        return told, varying
 
     def ran(
         self,
@@ -55,10 +69,14 @@ class Differing:
         args: Any,
         ins: list[torch.Tensor],
         outs: list[torch.Tensor],
-        varying: Varying,
+        begun: tuple[Told | None, Varying],
     ) -> None:
-        """The op has run."""
-        stream.made(outs, _named(func, ins), talks=traits.collective)
+        """The op has run; ``begun`` is what `begins` gave of it."""
+        told, varying = begun
+        if told is None:
+            return
+        anew = traits.mutates or told[0] == _KEEPS
+        stream.made(outs, told[1], talks=traits.collective, anew=anew)
         dims = {d for d, which in varying if which == NUMBERS}
         if dims and not traits.collective:
             keys = {storage_key(local_of(x)) for x in ins}
@@ -93,6 +111,21 @@ class Differing:
             ledger.written(x, new, lambda _inside, was: differs(was))
 
 
-def _named(func: Any, ins: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that have a name: one made of numbers lies at an address of no meaning."""
-    return ins if func._opname != "lift_fresh" else []
+def _told(func: Any, ins: list[torch.Tensor]) -> Told | None:
+    """An op as other ranks know it, for another rank may run another that does the same; None for nothing."""
+    op, name = func._opname, str(func)
+    if op == "lift_fresh":
+        return name, []  # a tensor made of numbers lies at an address of no meaning
+    if not in_backward():
+        return name, ins
+    if op == "add_":  # where gradients meet, torch adds in place if nobody else holds the first
+        return name.replace("add_", "add"), ins
+    if op in _KEPT and _keeps():
+        return _KEEPS, [ins[_KEPT[op]]]
+    return None if op == "new_empty_strided" and _keeps() else (name, ins)
+
+
+def _keeps() -> bool:
+    """Whether a leaf gets its first gradient now."""
+    leaf = accumulating()
+    return leaf is not None and leaf.grad is None

@@ -184,11 +184,11 @@ class Flow(EagerMode):
         if traits.copies and self.traffic.lands(args):
             return func(*args, **kwargs)
         ins = flat(args) + flat(list(kwargs.values()))
-        varying = self.differing.begins(stream, func, traits, args, kwargs, ins)
+        begun = self.differing.begins(stream, func, traits, args, kwargs, ins)
         out = self._plain_op(func, args, kwargs)
         if func._opname == "_local_scalar_dense" and self.ledger.is_equal(ins[0]):
             return stream.read(ins[0], out)
-        self.differing.ran(stream, func, traits, args, ins, flat(out), varying)
+        self.differing.ran(stream, func, traits, args, ins, flat(out), begun)
         return out
 
     def given(self, what: str, ins: list[torch.Tensor]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from placement_audit.engine.apart import NUMBERS, Met, Stream, another, difference
 from placement_audit.engine.second_rank import trace_ranks
 from placement_audit.judge import BLIND_SPOTS, judge
 from placement_audit.verdicts import Report, Verdict
+from tests.faults.functions import CopyHeld
 from tests.trace.megatron import ROWS, Copy, Reduce, audit, plain_case
 from tests.trace.worlds import fake_mesh, run_record, verdicts
 
@@ -27,13 +29,13 @@ def weight() -> nn.Module:
 
 
 def on_ranks(
-    program: Program, *, model: Callable[[], nn.Module] = weight, tp: int = 2, **more: Any
+    program: Program, *, model: Callable[[], nn.Module] = weight, tp: int = 2, dp: int = 2, **more: Any
 ) -> Report:
     """The report on ``program(model, x, tp rank, tp group)``, with a second rank traced."""
 
     def build(rank: int) -> Any:
         torch.manual_seed(0)
-        mesh = fake_mesh(rank=rank, dp=2, tp=tp)
+        mesh = fake_mesh(rank=rank, tp=tp) if dp == 1 else fake_mesh(rank=rank, dp=dp, tp=tp)
         group, m, x = mesh.get_group("tp"), model(), torch.randn(8, 4)
         more.setdefault("declared", {})
         return plain_case(
@@ -41,7 +43,7 @@ def on_ranks(
             mesh,
             lambda: program(m, x, dist.get_rank(group), group),
             inputs=(x,),
-            batch_dims=("dp",),
+            batch_dims=("dp",) if dp > 1 else (),
             **more,
         )
 
@@ -226,6 +228,67 @@ def test_a_part_that_is_zeroed_leaves_the_rest_as_it_was() -> None:
 
     report = audit(m, mesh, step, inputs=(x,), batch_dims=("dp",), declared={})
     assert verdicts(report, "weight") == {"dp": Verdict.LOST_REDUCTION}
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("meets", [False, True], ids=["kept", "met by another"])
+def test_a_gradient_that_torch_copies_because_somebody_holds_it_is_the_same_gradient(
+    holder: int, meets: bool
+) -> None:
+    def program(m: nn.Module, x: torch.Tensor, rank: int, group: Any) -> None:
+        y = m["a"](x).sum() if meets else 0.0
+        z = F.linear(x, CopyHeld.apply(m["a"].weight, group, [] if rank == holder else None))
+        (y + Reduce.apply(m["b"](z).sum(), group)).backward()
+
+    def model() -> nn.Module:
+        return nn.ModuleDict({n: weight() for n in "ab"})
+
+    report = on_ranks(program, model=model, dp=1, declared={"b.weight": {"tp": ROWS}})
+    assert tp(report, "a.weight") is Verdict.OK
+    assert report.trace.run.notes == ()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, in_place: bool) -> torch.Tensor:
+        ctx.in_place = in_place
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        g = g.clone()
+        return g.add_(g) if ctx.in_place else g + g, None
+
+
+@pytest.mark.parametrize("in_place", [0, 1])
+def test_a_sum_of_gradients_in_place_is_the_same_sum(in_place: int) -> None:
+    """Where two meet, torch adds in place if nobody else holds the first."""
+
+    def program(m: nn.Module, x: torch.Tensor, rank: int, group: Any) -> None:
+        Twice.apply(m(x), rank == in_place).square().sum().backward()
+
+    report = on_ranks(program, dp=1)
+    assert tp(report) is Verdict.OK
+    assert report.trace.run.notes == ()
+
+
+def test_a_gradient_that_came_another_way_on_the_other_rank_is_its_own() -> None:
+    def program(m: nn.Module, x: torch.Tensor, rank: int, group: Any) -> None:
+        if rank == 1:
+            m.weight.register_hook(lambda g: g * 2)
+        m(x).square().sum().backward()
+
+    assert tp(on_ranks(program)) is Verdict.LOST_REDUCTION
+
+
+def test_what_only_the_other_rank_writes_in_place_is_seen() -> None:
+    def program(m: nn.Module, x: torch.Tensor, rank: int, group: Any) -> None:
+        x = x.clone()
+        if rank == 1:
+            x.mul_(2)
+        m(x).square().sum().backward()
+
+    assert tp(on_ranks(program)) is Verdict.LOST_REDUCTION
 
 
 def test_streams_are_set_side_by_side() -> None:
