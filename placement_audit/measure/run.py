@@ -98,6 +98,7 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
                 "not measured: the model on one device has other parameters than the parallel one; only "
                 f"one of them has {', '.join(f'{fqn} {shape}' for fqn, shape in odd[:4])}."
             )
+        weights.part(made.model, case.model)
         weights.fill_reference(theirs, drawn)
         return made
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from placement_audit.dtensor_api import clean_fqn, local_of
+from placement_audit.dtensor_api import clean_fqn, local_of, storage_key
 from placement_audit.engine.world import World
+from placement_audit.errors import UsageError
 from placement_audit.measure.exchange import gather
 from placement_audit.measure.fingerprint import Fingerprint, fingerprint, spreads
 from placement_audit.measure.labels import held_alike, part_of, where_alike
@@ -124,6 +125,25 @@ def _difference(local: torch.Tensor, spread: tuple[float | None, ...], mesh: Dev
         if s is not None:
             dist.broadcast(agreed, group_src=0, group=mesh.get_group(name))
     return local - agreed
+
+
+def part(reference: nn.Module, model: nn.Module) -> None:
+    """Give the model on one device memory of its own where it was made from the job's own tensors.
+
+    Raises:
+        UsageError: it has parameters of the job itself, not others of the same memory.
+    """
+    own = {id(p): fqn for fqn, p in model.named_parameters()}
+    same = [fqn for fqn, p in reference.named_parameters() if id(p) in own]
+    if same:
+        raise UsageError(
+            f"the reference's model has the job's own parameters ({', '.join(same[:4])}); expected a model of its "
+            "own: its gradients would be added to the job's. Build it anew, or copy.deepcopy it."
+        )
+    memory = {storage_key(local_of(x.detach())) for x in (*model.parameters(), *model.buffers())}
+    for x in (*reference.parameters(), *reference.buffers()):
+        if storage_key(local_of(x.detach())) in memory:
+            x.data = x.data.clone()
 
 
 @torch.no_grad()

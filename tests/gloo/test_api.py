@@ -210,6 +210,27 @@ def test_what_computes_in_bfloat16_is_not_measured_and_says_so() -> None:
     assert report.exit_status == 0
 
 
+def of_the_same_memory(_env: RankEnv) -> Report:
+    """The model and the reference's are made from the same tensors, as plain replicated weights easily are."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    w = torch.arange(4.0)
+    model, theirs = nn.ParameterDict({"w": w}), nn.ParameterDict({"w": w})
+    report = audit(
+        lambda: (model["w"] ** 2).sum(),
+        model,
+        mesh=mesh,
+        reference=lambda: (theirs, lambda: (theirs["w"] ** 2).sum()),
+    )
+    assert w.tolist() == [0, 1, 2, 3], "left as it was"
+    return report
+
+
+def test_a_reference_of_the_same_memory_is_no_fault() -> None:
+    report = on_ranks(2, of_the_same_memory)[0]
+    assert report.measurement is not None
+    assert (report.exit_status, [f.observed for f in report.findings]) == (0, [])
+
+
 # --------------------------------------------------------------------------- misuse
 
 
@@ -225,6 +246,9 @@ def misused(_env: RankEnv, how: str) -> str:
         arguments["optimizer"] = torch.optim.SGD(theirs.parameters(), lr=0.1)
     elif how == "other parameters":
         arguments["reference"] = lambda: (nn.Linear(2, 2), lambda: None)
+    elif how == "itself":
+        model = made()
+        arguments |= {"reference": lambda: (model, lambda: loss_of(model)), "mesh": mesh}
     try:
         report = audit(lambda: loss_of(model), model, **arguments)
     except AuditError as error:
@@ -239,6 +263,7 @@ def misused(_env: RankEnv, how: str) -> str:
         ("no loss", "the reference's step called no backward() and returned NoneType."),
         ("another optimizer", "optimizer: a parameter of shape (8, 6) is none of the model's."),
         ("other parameters", "the model on one device has other parameters than the parallel one"),
+        ("itself", "the reference's model has the job's own parameters (0.weight, 0.bias, 2.weight, 2.bias)"),
     ],
 )
 def test_misuse_is_told_on_every_rank(how: str, message: str) -> None:
