@@ -7,7 +7,8 @@ said so (PA901): a value traced equal on all ranks that differs, a gradient trac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -19,6 +20,9 @@ from placement_audit.verdicts import GOOD, Evidence, Judgement, Verdict
 _EQUAL = (StateKind.INVARIANT, StateKind.ZERO)
 """An ambiguous gradient is no claim: it was equal where it arose, and a number that differs between ranks (the
 first row of a vocabulary's shard) may have met it since, unseen."""
+
+_SCALED = (*GOOD, Verdict.DOUBLE_REDUCTION, Verdict.WRONG_SCALE)
+"""Verdicts of a gradient that is a multiple of the true one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,8 @@ def weigh(
         # A common factor that is no average over the batch is a fault, however many share it; a division by a
         # number leaves no trace, so that what the loss calls for is right, too.
         if right(pm, m.tolerance) and m.grad_scale in (scale, m.expected_scale):
-            out += [_measured_right(j, contradictions, replicas_agree) for j in js]
+            agreed = scaled_alike(js, m, scale)
+            out += js if agreed else [_measured_right(j, contradictions, replicas_agree) for j in js]
         else:
             out += _measured_wrong(trace, js, pm, m, replicas_agree)
     if replicas_agree:
@@ -96,6 +101,24 @@ def right(pm: ParamMeasure, tolerance: float) -> bool:
     if pm.grad_error is None:
         return pm.grad_present == pm.reference_present
     return pm.grad_error <= tolerance
+
+
+def scaled_alike(js: Sequence[Judgement], m: Measurement, scale: Fraction) -> bool:
+    """Whether a factor that the trace sees is the one that all gradients have and the job's loss does not call for.
+
+    Doubled over two tp ranks and averaged over two dp ranks is what the sum over dp looks like.
+
+    Args:
+        js: a parameter's, traced.
+        m: measured.
+        scale: as in `weigh`.
+    """
+    if m.expected_scale is None or m.grad_scale == m.expected_scale:
+        return False
+    if all(j.verdict in GOOD for j in js) or any(j.verdict not in _SCALED or j.factor is None for j in js):
+        return False
+    traced = math.prod((j.factor for j in js if j.factor is not None), start=Fraction(1))
+    return traced / scale == m.grad_scale / m.expected_scale
 
 
 def differs(spread: tuple[float | None, ...], tolerance: float) -> bool:

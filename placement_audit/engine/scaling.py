@@ -39,6 +39,7 @@ class Scaling:
         self._interceptor = interceptor
         self._flow = interceptor.flow
         self._before: dict[int, tuple[Fraction, int | None]] = {}
+        self._reduced: dict[int, set[int]] = {}
         self._batch = [parent in batch_dims for parent in interceptor.flow.world.parents]
 
     def scaled(self, x: torch.Tensor, by: float) -> None:
@@ -64,7 +65,10 @@ class Scaling:
                 self._rescale(x, off[0], factor)
         elif accumulating() is not None or not (in_backward() or in_recompute()):
             of_batch = [d for d in fitting if self._batch[d]]
-            at = next((found[0] for found in (off, of_batch) if len(found) == 1), None)
+            # What was just summed over the ranks of a batch and no average yet is made one, whatever else is off.
+            over = self._reduced.get(storage_key(local_of(x)), ())
+            sums = [d for d in of_batch if d in over and vector[d].scale == 1]
+            at = next((found[0] for found in (sums, off, of_batch) if len(found) == 1), None)
             if at is not None:
                 self._rescale(x, at, factor)
             if at not in off:
@@ -73,8 +77,10 @@ class Scaling:
     def reduced(self, x: torch.Tensor, before: int, after: int) -> int:
         """The state after a reduction that is an average, for what it counts too often was divided before."""
         ledger = self._flow.ledger
-        found = self._before.get(storage_key(local_of(x)))
+        key = storage_key(local_of(x))
+        found = self._before.get(key)
         was, now = ledger.vector(before), ledger.vector(after)
+        self._reduced[key] = {d for d, (a, b) in enumerate(zip(was, now, strict=True)) if a != b}
         if found is None:
             return after
         factor, at = found
@@ -85,7 +91,7 @@ class Scaling:
         ]
         if len(too_large) != 1:
             return after
-        del self._before[storage_key(local_of(x))]
+        del self._before[key]
 
         def change(d: int, state: State) -> State:
             if d == at:

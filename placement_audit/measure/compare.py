@@ -133,13 +133,24 @@ def scales(batch_sizes: Sequence[int]) -> tuple[Fraction, ...]:
     return tuple(Fraction(1, p) for p in sorted(products))
 
 
-def best_scale(errors: Sequence[Sequence[float]], candidates: Sequence[Fraction], within: float) -> int:
-    """Index of the factor that makes the most gradients right; of equally good ones the nearest to 1.
+def best_scale(
+    errors: Sequence[Sequence[float]], candidates: Sequence[Fraction], within: float, due: Fraction | None
+) -> int:
+    """Index of the factor that all gradients have that are not wrong by themselves.
+
+    The one that the job's loss calls for, where it makes any gradient right, or none does: a factor that not all
+    have is no common one. Else the one that makes the most of them right; of equally good ones the nearest to 1.
 
     Args:
         errors: per parameter, the error under each candidate.
         candidates: from `scales`.
         within: tolerance.
+        due: the factor that the job's loss calls for; None for unknown.
     """
-    right = [sum(row[i] <= within for row in errors) for i in range(len(candidates))]
+    fits = [[e <= within for e in row] for row in errors]
+    telling = [row for row in fits if not all(row)]  # zero is right times any factor
+    at_due = candidates.index(due) if due in candidates else 0
+    if not any(map(any, telling)) or (due in candidates and any(row[at_due] for row in telling)):
+        return at_due
+    right = [sum(row[i] for row in fits) for i in range(len(candidates))]
     return right.index(max(right))

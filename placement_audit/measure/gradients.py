@@ -68,6 +68,7 @@ def grad_table(
     world: World,
     batch_sizes: tuple[int, ...],
     within: float,
+    due: Fraction | None = None,
 ) -> GradTable:
     """Compare all gradients.
 
@@ -77,6 +78,7 @@ def grad_table(
         world: the world mesh.
         batch_sizes: ranks along each mesh dim over which the batch varies.
         within: tolerance.
+        due: the common factor that the job's loss calls for; None for unknown.
     """
     candidates = compare.scales(batch_sizes)
     held = gather({fqn: _held(p) for fqn, p in params.items()})
@@ -94,7 +96,7 @@ def grad_table(
         for fqn in params
         if (of_ranks := [r for ranks in rows if (r := ranks[fqn]) is not None]) and has_reference[fqn]
     }
-    best = compare.best_scale(list(worst.values()), candidates, within)
+    best = compare.best_scale(list(worst.values()), candidates, within, due)
     return GradTable(
         scale=candidates[best],
         rows={

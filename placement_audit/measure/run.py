@@ -159,7 +159,12 @@ def finish(
     note("comparing gradients")
     sizes = tuple(s for d, s in zip(world.dims, world.sizes, strict=True) if d in case.batch_dims)
     table = grad_table(
-        prepared.params, prepared.reference_params if reference else None, world, sizes, within
+        prepared.params,
+        prepared.reference_params if reference else None,
+        world,
+        sizes,
+        within,
+        case.grad_scale,
     )
     total, loss_error = _loss([mine for mine, _ in losses], losses[0][1], case, world)
     rows, departures = (), ()

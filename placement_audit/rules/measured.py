@@ -8,7 +8,7 @@ from placement_audit.measurement import Measurement
 from placement_audit.rules.finding import make_finding
 from placement_audit.tracing import Trace
 from placement_audit.verdicts import GOOD, Evidence, Finding, Judgement, PathStep, Verdict
-from placement_audit.weigh import Contradiction
+from placement_audit.weigh import Contradiction, right
 
 
 def measured_findings(
@@ -60,6 +60,9 @@ def _wrong_normalisation(trace: Trace, judgements: Sequence[Judgement], m: Measu
         return  # what was not summed has neither sum nor average
     if m.expected_scale is None or m.grad_scale == m.expected_scale:
         return
+    wrong = {j.param_fqn for j in judgements if j.verdict not in (*GOOD, Verdict.NOT_JUDGED)}
+    if all(p.fqn in wrong or not right(p, m.tolerance) for p in m.params):
+        return  # what has the factor has it for a reason of its own
     off = m.grad_scale / m.expected_scale
     yield make_finding(
         "PA209",

@@ -34,6 +34,7 @@ from tests.faults.family import (
     on,
     one_device,
 )  # fmt: skip
+from tests.faults.functions import Copy, Reduce, ReduceTwice
 
 N, T, D, H, V = 4, 4, 6, 8, 10
 
@@ -592,4 +593,62 @@ WITHIN = Family(
     job=_within,
 )
 
-FAMILIES = (BY_HAND, LOCAL_PART, BUFFER, LABELLED, TOKENS, COARSE, COARSE_WITHIN, REDUCER, WITHIN)
+# --------------------------------------------------------------------------- one factor that hides in another
+
+
+def _both(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", N, D, scale=1), draw("y", N, H)
+    values = {"up": draw("up", H, D), "down": draw("down", H, H)}
+    if "bias" in variant:
+        values["bias"] = draw("bias", H)
+    cut = {"up": 0, "down": 1}
+    model = Bag(**{k: mine(v, mesh, "tp", cut[k]) if k in cut else v for k, v in values.items()})
+    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
+    leave = ReduceTwice if "twice" in variant else Reduce
+
+    def step() -> None:
+        h = F.linear(Copy.apply(mine(x, mesh, "dp"), tp), model.up).relu()
+        out = leave.apply(F.linear(h, model.down), tp)
+        out = out + model.bias if "bias" in variant else out
+        loss = (out - mine(y, mesh, "dp")).square()
+        (Reduce.apply(loss.sum() / y.numel(), dp) if "whole" in variant else loss.mean()).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=dp)
+            if "averaged" in variant:
+                p.grad.div_(mesh["dp"].size())
+
+    def loss(m: Any) -> torch.Tensor:
+        out = F.linear(F.linear(x, m.up).relu(), m.down)
+        return ((out + m.bias if "bias" in variant else out) - y).square().mean()
+
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        declared={"up": {"tp": Shard(0)}, "down": {"tp": Shard(1)}},
+        reference=one_device(Bag(**values), loss),
+    )
+
+
+BOTH = Family(
+    name="tp and dp at once",
+    about="g's backward doubles what an average over dp halves: all gradients are what a sum over dp would make them",
+    mesh={"dp": 2, "tp": 2},
+    variants={
+        "averaged": RIGHT,
+        "averaged, with bias": RIGHT,
+        "averaged, g twice": Expect(gradients=doubled("up", "down")),
+        "averaged, g twice, with bias": Expect(gradients=doubled("up", "down")),
+        "whole loss": RIGHT,
+        "whole loss, with bias": RIGHT,
+        "whole loss, g twice": Expect(gradients=doubled("up", "down")),
+        "whole loss, g twice, with bias": Expect(gradients=doubled("up", "down")),
+        "summed": Expect(scale=2.0, rules=("PA209",)),
+        "summed, with bias": Expect(scale=2.0, rules=("PA209",)),
+    },
+    job=_both,
+)
+
+FAMILIES = (BY_HAND, LOCAL_PART, BUFFER, LABELLED, TOKENS, COARSE, COARSE_WITHIN, REDUCER, WITHIN, BOTH)
