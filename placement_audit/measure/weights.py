@@ -140,9 +140,9 @@ def part(reference: nn.Module, model: nn.Module) -> None:
             f"the reference's model has the job's own parameters ({', '.join(same[:4])}); expected a model of its "
             "own: its gradients would be added to the job's. Build it anew, or copy.deepcopy it."
         )
-    memory = {storage_key(local_of(x.detach())) for x in (*model.parameters(), *model.buffers())}
+    memory = {storage_key(local_of(x)) for x in (*model.parameters(), *model.buffers())}
     for x in (*reference.parameters(), *reference.buffers()):
-        if storage_key(local_of(x.detach())) in memory:
+        if storage_key(local_of(x)) in memory:
             x.data = x.data.clone()
 
 
