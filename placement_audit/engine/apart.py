@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement_audit.dtensor_api import local_of, storage_key, unwatched
 from placement_audit.engine import callsite
@@ -90,11 +91,24 @@ class Stream:
         self._times: Counter[Hashable] = Counter()
         self._times_read: Counter[Hashable] = Counter()
         self._heard: set[int] = set()
+        self._held: dict[int, StorageWeakRef] = {}
         self._numbers = {} if numbers is None else numbers
 
     def named(self, x: torch.Tensor, *name: Hashable) -> None:
         """Say what a tensor is that no op made: a parameter, a part of the batch."""
-        self._sources[storage_key(local_of(x))] = name
+        self._sources[self._hold(x)] = name
+
+    def _hold(self, x: torch.Tensor) -> int:
+        """The key of a tensor's storage, which no other storage can get from now on.
+
+        Where the memory of a dead one goes is chance: gloo's own buffers, which no op makes, would be taken for
+        whatever lay there before, on one rank and not on the next.
+        """
+        x = local_of(x)
+        key = storage_key(x)
+        if key not in self._held:
+            self._held[key] = StorageWeakRef(x.untyped_storage())
+        return key
 
     def take(
         self, op: str, ins: Sequence[torch.Tensor], numbers: Hashable = 0
@@ -108,7 +122,7 @@ class Stream:
             source = self._sources.get(key, ("met", at, i))
             if local.dim():
                 # A number that C++ made a tensor of is gone after the op, and its address another one's.
-                self._sources.setdefault(key, source)
+                self._sources.setdefault(self._hold(local), source)
             tensors.append((source, int(local.storage_offset())))
         met = Met(op, hash(numbers), tuple(tensors), callsite.take(3)[1])
         self.met.append(met)
@@ -142,13 +156,13 @@ class Stream:
             anew: what it made of its own tensors' memory comes from it, and no more from where that came from.
         """
         old = {storage_key(local_of(x)) for x in ins}
-        written = {storage_key(local_of(x)) for x in outs} or old
+        made = [self._hold(x) for x in outs]
+        written = set(made) or old
         if talks or not self._heard.isdisjoint(old):
             self._heard |= written | (old if talks else set())
         else:
             self._heard -= written
-        for i, x in enumerate(outs):
-            key = storage_key(local_of(x))
+        for i, key in enumerate(made):
             if anew or key not in old:
                 self._sources[key] = ("op", len(self.met) - 1, i)
 

@@ -322,3 +322,15 @@ def test_a_number_that_was_made_a_tensor_of_is_not_known_again() -> None:
         ((("met", 0, 0), 0), (("met", 0, 1), 0)),
         ((("met", 0, 0), 0), (("met", 1, 1), 0)),
     ]
+
+
+def test_a_tensor_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
+    """gloo's own buffers come and go, and where one lies is chance: on one rank where another lay, on the next not."""
+    stream = Stream()
+    for _ in range(50):
+        stream.take("aten.split.Tensor", [torch.ones(36)])
+    assert [m.tensors for m in stream.met] == [((("met", i, 0), 0),) for i in range(50)]
+    for _ in range(50):
+        stream.made([torch.ones(36)], [], talks=False, anew=False)
+        stream.take("aten.split.Tensor", [torch.ones(36)])
+    assert [m.tensors for m in stream.met] == [((("met", i, 0), 0),) for i in range(100)]
