@@ -41,7 +41,8 @@ def part_of(full: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``full``, as the placements of ``param`` cut it.
 
     Mesh dims cut from left to right, with one exception: a strided shard is cut after the mesh dims to its
-    right that cut the same tensor dim into ``split_factor`` parts (FSDP cuts what TP has left).
+    right that cut the same tensor dim into ``split_factor`` parts (FSDP cuts what TP has left). Where none does,
+    the tensor holds that many weights one after another, and each of them is cut (fused projections).
 
     Args:
         full: the global tensor, the same on every rank.
@@ -57,12 +58,10 @@ def part_of(full: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if coordinate is None:
         raise NotMeasurable("not measured: a parameter lives on a mesh that this rank is no part of.")
     part = full
-    for mesh_dim in _cutting_order(spec):
-        dim, size = spec.placements[mesh_dim].dim, spec.mesh.size(mesh_dim)
-        pieces = part.chunk(size, dim)
-        at = coordinate[mesh_dim]
-        # torch.chunk gives fewer pieces where they do not go round: the last ranks get nothing.
-        part = pieces[at] if at < len(pieces) else part.narrow(dim, 0, 0)
+    for mesh_dim, fused in _cutting_order(spec):
+        dim, size, at = spec.placements[mesh_dim].dim, spec.mesh.size(mesh_dim), coordinate[mesh_dim]
+        parts = [_piece(one, size, dim, at) for one in part.chunk(fused, dim)]
+        part = torch.cat(parts, dim) if fused > 1 else parts[0]
     if part.shape != local_of(param).shape:
         raise NotMeasurable(
             f"not measured: a parameter of {tuple(full.shape)} with placements {spec.placements} holds "
@@ -71,10 +70,16 @@ def part_of(full: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _cutting_order(spec: object) -> list[int]:
-    """Mesh dims that cut the tensor, in the order in which they do."""
+def _piece(x: torch.Tensor, pieces: int, dim: int, at: int) -> torch.Tensor:
+    """One of so many pieces; torch.chunk gives fewer where they do not go round: the last ranks get nothing."""
+    found = x.chunk(pieces, dim)
+    return found[at] if at < len(found) else x.narrow(dim, 0, 0)
+
+
+def _cutting_order(spec: object) -> list[tuple[int, int]]:
+    """Mesh dims that cut the tensor, in the order in which they do: (mesh dim, how many weights it cuts each)."""
     mesh, placements = spec.mesh, spec.placements  # type: ignore[attr-defined]
-    order: list[int] = []
+    order: list[tuple[int, int]] = []
     for i in reversed(range(len(placements))):
         p = placement_of(placements[i])
         if p.is_partial:
@@ -85,9 +90,10 @@ def _cutting_order(spec: object) -> list[int]:
             continue
         at, parts = 0, 1
         while p.split_factor is not None and parts < p.split_factor and at < len(order):
-            parts *= mesh.size(order[at]) if placements[order[at]].dim == p.tensor_dim else 1
+            parts *= mesh.size(order[at][0]) if placements[order[at][0]].dim == p.tensor_dim else 1
             at += 1
-        if parts != (p.split_factor or 1):
+        fused = p.split_factor or 1
+        if parts not in (1, fused):
             raise NotMeasurable(f"not measured: placements {placements} cut a parameter in no known order.")
-        order.insert(at, i)
+        order.insert(*((at, (i, 1)) if parts == fused else (0, (i, fused))))
     return order
