@@ -5,6 +5,7 @@ Which those are, another rank's ops have shown (`placement_audit.engine.apart`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from placement_audit import states
 from placement_audit.dtensor_api import accumulating, in_backward, local_of, storage_key
 from placement_audit.engine.apart import NUMBERS, Stream, argument, numbers_of
+from placement_audit.engine.beside import put_as_one
 from placement_audit.engine.carry import Carry
 from placement_audit.engine.ledger import Ledger
 from placement_audit.engine.optraits import OpTraits
@@ -58,6 +60,7 @@ class Differing:
             return None, ()
         numbers = numbers_of(func, args, kwargs) if not traits.collective else 0
         varying = stream.take(*told, numbers)
+        self._as_one(told[1] if varying else ())
         self.given(told[1], varying)
         return told, varying
 
@@ -77,6 +80,7 @@ class Differing:
             return
         anew = traits.mutates or told[0] == _KEEPS
         stream.made(outs, told[1], talks=traits.collective, anew=anew)
+        self._as_one(outs if varying else ())
         dims = {d for d, which in varying if which == NUMBERS}
         if dims and not traits.collective:
             keys = {storage_key(local_of(x)) for x in ins}
@@ -85,6 +89,11 @@ class Differing:
                 self._vary(o, dims, cut=traits.views, alone=alone)
         if varying and outs and in_backward():
             self._own.cut(func._opname, args, outs[0], {d for d, _ in varying})
+
+    def _as_one(self, xs: Sequence[torch.Tensor]) -> None:
+        """On another rank the parts of these are others, or lie elsewhere."""
+        for x in xs if self._ledger.pieces.period else ():
+            put_as_one(self._ledger, x)
 
     def given(self, ins: list[torch.Tensor], varying: Varying) -> None:
         """Tensors are about to be read, which may be others, or other pieces, on other ranks."""

@@ -21,6 +21,7 @@ from placement_audit.dtensor_api import (
     spec_of,
     storage_key,
 )
+from placement_audit.engine import beside
 from placement_audit.engine.apart import Stream
 from placement_audit.engine.carry import Carry
 from placement_audit.engine.collectives import CollectiveCall
@@ -256,6 +257,9 @@ class Flow(EagerMode):
         out_keys = [
             o.untyped_storage()._cdata if type(o) is torch.Tensor else storage_key(local_of(o)) for o in outs
         ]
+        rows = None
+        if (ledger.pieces.period or traits.puts_beside) and len(outs) == 1 and in_backward():
+            rows = beside.made_by(ledger, func, traits, args, ins, outs[0])
         for o, key in zip(outs, out_keys, strict=True):
             if key not in in_keys:
                 if traits.duplicates:
@@ -271,6 +275,8 @@ class Flow(EagerMode):
             elif ledger.get_by(o, key) != sid:
                 # A view of an input must not rewrite the input.
                 ledger.put_alone(o, sid)
+        if rows is not None:
+            beside.put_rows(ledger, outs[0], rows)
         if traits.scales and len(ins) - traits.into == len(outs):
             self._tell_scaled(traits, args, outs)
         if self.seeding or self.seeds:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from placement_audit import states
 from placement_audit.dtensor_api import local_of, storage_key
-from placement_audit.engine.opargs import covers, extent
+from placement_audit.engine.opargs import covers, extent, place_of
 from placement_audit.engine.pieces import Piece, Pieces
 from placement_audit.model import State, StateKind
 
@@ -32,6 +32,7 @@ class Ledger:
     Attributes:
         dims: world mesh dim names, in mesh order.
         any_own: whether some tensor's state differs from its storage's.
+        pieces: what of a storage is in another state than the rest.
         assumed: tensors met that nothing had written down; they were taken as invariant.
         unclear: mesh dims that have had an ambiguous gradient of which not even a shard's own part is known.
     """
@@ -52,8 +53,8 @@ class Ledger:
         self._hold = _itself if keep_alive else StorageWeakRef
         self._by_storage: dict[int, int] = {}
         self._own: dict[int, WeakIdKeyDictionary] = {}
-        self._pieces = Pieces()
-        self._cut = self._pieces.of  # asked at each op
+        self.pieces = Pieces()
+        self._cut = self.pieces.of  # asked at each op
         self.any_own = False
         self._sids: dict[tuple[Vector, bool], int] = {}
         self._vectors: list[Vector] = []
@@ -125,6 +126,10 @@ class Ledger:
         """Whether anything was written down of a storage."""
         return key in self._by_storage
 
+    def rest(self, key: int) -> int:
+        """The state of what of a storage is in no piece."""
+        return self._by_storage[key]
+
     def get(self, x: torch.Tensor) -> int:
         """The number of the tensor's vector; unknown tensors count as invariant, and are counted."""
         x = local_of(x)
@@ -145,11 +150,17 @@ class Ledger:
             self._kept.append(self._hold(local_of(x).untyped_storage()))
             return self.invariant
         if self._cut and key in self._cut:
-            return self.combine([s for *_, s in self._over(x, key)] or [sid], adds=False)
+            # Side by side in one gradient, a complete part and a per-rank part have no one label.
+            one = key in self.pieces.period
+            return self.combine([s for *_, s in self._over(x, key)] or [sid], adds=one)
         return sid
 
     def _over(self, x: torch.Tensor, key: int) -> list[Piece]:
-        return self._pieces.over(key, *extent(local_of(x)), self._by_storage[key])
+        return self.pieces.over(key, *self._reach(local_of(x), key), self._by_storage[key])
+
+    def _reach(self, x: torch.Tensor, key: int) -> tuple[int, int]:
+        """Where in its storage's pieces a tensor lies."""
+        return self.pieces.reach(key, place_of(x)) if key in self.pieces.period else extent(x)
 
     def put(self, x: torch.Tensor, sid: int) -> None:
         """Write down a tensor whose storage is its own, and everything that shares it."""
@@ -162,7 +173,7 @@ class Ledger:
             self._kept.append(self._hold(local_of(x).untyped_storage()))
         self._by_storage[key] = sid
         if self._cut:
-            self._pieces.forget(key)
+            self.pieces.forget(key)
         if self.any_own and (own := self._own.get(key)) is not None:
             own.pop(local_of(x), None)
 
@@ -170,7 +181,7 @@ class Ledger:
         """Write down what lies in a tensor, in order, where that is not in one state."""
         key = storage_key(local_of(x))
         if len({sid for *_, sid in pieces}) > 1 and key in self._by_storage:
-            self._pieces.put(key, pieces[0][0], pieces[-1][1], pieces)
+            self.pieces.put(key, pieces[0][0], pieces[-1][1], pieces)
 
     def put_alone(self, x: torch.Tensor, sid: int) -> None:
         """Write down one tensor and leave the others that share its storage as they are."""
@@ -224,16 +235,31 @@ class Ledger:
             self._own[key][alias] = after if (a, b) == (first, end) else self._kept_apart(before, sid, after)
         rest = self._by_storage.get(key, before)
         grad = self._grads[new] or self._grads[rest] or key in self._cut
-        if (own and x in own) or not grad or not x.is_contiguous():
-            more = [sid for *_, sid in self._over(x, key)] if key in self._cut and not whole else []
-            self.put_by(x, key, self.combine([new, *more], adds=False))
+        within = (own and x in own) or not self._fills(x, key)
+        if not grad or (within and (whole or key not in self._cut)):
+            self.put_by(x, key, new)
             return
-        found = self._pieces.over(key, first, end, rest)
-        pieces = [(a, b, new if sid == before else others(True, sid)) for a, b, sid in found]
+        if own is not None:
+            own.pop(x, None)
+        first, end = self._reach(x, key)
+        found = self.pieces.over(key, first, end, rest)
+        if within:  # some of each piece
+            one = key in self.pieces.period
+            pieces = [(a, b, self.combine2(sid, new, adds=one)) for a, b, sid in found]
+        else:
+            pieces = [(a, b, new if sid == before else others(True, sid)) for a, b, sid in found]
         if whole and len({sid for *_, sid in pieces}) == 1:
             self.put_by(x, key, pieces[0][2])
         elif key in self._cut or any(sid != rest for *_, sid in pieces):
-            self._pieces.put(key, first, end, pieces)
+            self.pieces.put(key, first, end, pieces)
+
+    def _fills(self, x: torch.Tensor, key: int) -> bool:
+        """Whether a tensor is all of what it reaches over in its storage's pieces."""
+        period = self.pieces.period.get(key)
+        if period is None:
+            return x.is_contiguous()
+        first, end = self._reach(x, key)
+        return x.numel() * x.element_size() == (end - first) * (x.untyped_storage().nbytes() // period)
 
     def lay(self, x: torch.Tensor, pieces: Sequence[Piece]) -> None:
         """Write down a tensor whose storage is its own and which is in pieces.
@@ -246,16 +272,16 @@ class Ledger:
         key = storage_key(x)
         self.put_by(x, key, self.combine([sid for *_, sid in pieces], adds=False))
         if len({sid for *_, sid in pieces}) > 1:
-            self._pieces.put(key, pieces[0][0], pieces[-1][1], pieces)
+            self.pieces.put(key, pieces[0][0], pieces[-1][1], pieces)
 
     def laid(self, x: torch.Tensor, nbytes: int) -> list[Piece]:
         """The pieces of a tensor's first bytes, from 0; empty where it is in one state."""
         x = local_of(x)
-        if not self._cut or storage_key(x) not in self._cut or not x.is_contiguous():
+        key = storage_key(x)
+        if not self._cut or key not in self._cut or key in self.pieces.period or not x.is_contiguous():
             return []
         first, _ = extent(x)
-        rest = self._by_storage[storage_key(x)]
-        found = self._pieces.over(storage_key(x), first, first + nbytes, rest)
+        found = self.pieces.over(key, first, first + nbytes, self._by_storage[key])
         return [(a - first, b - first, sid) for a, b, sid in found]
 
     def copied(self, out: torch.Tensor, key: int, x: torch.Tensor, sid: int) -> None:

@@ -47,3 +47,10 @@ def extent(x: torch.Tensor) -> tuple[int, int]:
     first = int(x.storage_offset())
     last = first + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return first * x.element_size(), (last + 1 if x.numel() else first) * x.element_size()
+
+
+def place_of(x: torch.Tensor) -> tuple[int, list[tuple[int, int]], int]:
+    """Where a tensor lies in its storage; see `placement_audit.engine.pieces.Place`."""
+    size = x.element_size()
+    dims = [(n, step * size) for n, step in zip(x.shape, x.stride(), strict=True)]
+    return int(x.storage_offset()) * size, dims, size

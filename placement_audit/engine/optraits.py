@@ -52,6 +52,7 @@ class OpTraits:
         random: its result is random.
         adds: it adds its inputs up, as gradient accumulation does.
         joins: it puts its inputs side by side.
+        puts_beside: it joins tensors or puts one into zeros: its result may be in different states side by side.
         copies: it overwrites its first input with its second.
         overwrites: it overwrites its first input with what depends on no tensor.
         scales: it multiplies or divides its first input by its second.
@@ -77,6 +78,7 @@ class OpTraits:
     random: bool
     adds: bool
     joins: bool
+    puts_beside: bool
     copies: bool
     overwrites: bool
     scales: bool
@@ -95,6 +97,8 @@ class OpTraits:
     lifts: bool
 
 
+_JOINS = ("cat", "stack")
+
 known: dict[Any, OpTraits] = {}
 """Ops met so far."""
 
@@ -110,7 +114,8 @@ def traits_of(func: Any) -> OpTraits:
         ones=name == "ones_like",
         random=any(part in name for part in _RANDOM),
         adds=name in _ADDS,
-        joins=name in ("cat", "stack"),
+        joins=name in _JOINS,
+        puts_beside=name in (*_JOINS, "slice_backward", "select_backward"),
         copies=name in ("copy_", "_foreach_copy_"),
         overwrites=schema.is_mutable and (name in _ZEROS or name in _FRESH),
         scales=name in _SCALES,

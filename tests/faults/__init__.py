@@ -8,6 +8,7 @@ from tests.faults import (
     plain_tensors,
     plain_values,
     readers,
+    side_by_side,
 )
 
 FAMILIES = (
@@ -18,6 +19,7 @@ FAMILIES = (
     *plain_tensors.FAMILIES,
     *plain_values.FAMILIES,
     *labels.FAMILIES,
+    *side_by_side.FAMILIES,
 )
 
 BY_NAME = {f.name: f for f in FAMILIES}
