@@ -31,6 +31,8 @@ class ParamMeasure:
         sgd_error: of the parameter's change in one plain SGD step with the same clipping, for AdamW's first
             step is blind to scale. Compares with ``tolerance``. Both steps are taken with gradients so large
             that clipping does clip; both are None where either side has no gradient.
+        grad_noise: how far rounding alone moves the gradient: its relative change on one device when each weight
+            is off by one unit of its last place. None where nobody asked, for all gradients were right.
     """
 
     fqn: str
@@ -43,6 +45,7 @@ class ParamMeasure:
     init_spread: tuple[float | None, ...]
     step_error: float | None
     sgd_error: float | None
+    grad_noise: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,18 @@ class Departure:
     exact: bool = False
 
 
+_OF_ROUNDING = 10
+"""Ranks add up in another order at every op: so many times what a rounding of the weights does is no fault."""
+
+_TELLING = 0.1
+"""A lost or doubled reduction changes a gradient by more than this part of it, nearly always."""
+
+
+def allowed(tolerance: float, noise: float | None) -> float:
+    """Relative error below which a gradient counts as right; see `ParamMeasure.grad_noise`."""
+    return max(tolerance, _OF_ROUNDING * (noise or 0.0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What real ranks with real numbers showed.
@@ -209,3 +224,11 @@ class Measurement:
     readers: tuple[Reader, ...] = ()
     activations: tuple[ActivationMeasure, ...] = ()
     departures: tuple[Departure, ...] = ()
+
+    def allowed(self, p: ParamMeasure) -> float:
+        """Relative error below which one parameter's gradient counts as right."""
+        return allowed(self.tolerance, p.grad_noise)
+
+    def telling(self, p: ParamMeasure) -> bool:
+        """Whether its numbers can tell right from wrong: not those of a gradient that is zero but for rounding."""
+        return self.allowed(p) < _TELLING

@@ -84,7 +84,9 @@ def weigh(
         js = [replace(j, evidence=(*j.evidence, measured_evidence(pm, m, i))) for i, j in enumerate(js)]
         # A common factor that is no average over the batch is a fault, however many share it; a division by a
         # number leaves no trace, so that what the loss calls for is right, too.
-        if right(pm, m.tolerance) and m.grad_scale in (scale, m.expected_scale):
+        if not m.telling(pm):
+            out += js
+        elif right(pm, m.allowed(pm)) and m.grad_scale in (scale, m.expected_scale):
             agreed = scaled_alike(js, m, scale)
             out += js if agreed else [_measured_right(j, contradictions, replicas_agree) for j in js]
         else:
@@ -134,7 +136,10 @@ def measured_evidence(pm: ParamMeasure, m: Measurement, dim: int) -> Evidence:
         text = f"{how}: {both[pm.grad_present]} here, {both[pm.reference_present]} on one device"
         return Evidence(strength="measured", statement=text)
     ratio = "" if pm.grad_ratio is None else f", norm ratio {pm.grad_ratio:.4g}"
-    text = f"{how}: relative error {pm.grad_error:.2g} (tolerance {m.tolerance:.0e}){ratio}"
+    text = f"{how}: relative error {pm.grad_error:.2g} (tolerance {m.allowed(pm):.0e}){ratio}"
+    if m.allowed(pm) > m.tolerance:
+        text += f"; rounding alone moves it by {pm.grad_noise:.2g}"
+        text += "" if m.telling(pm) else ", so that these numbers tell nothing"
     spread = pm.grad_spread[dim]
     if spread is not None:
         text += f"; replicas differ by {spread:.2g}" if spread > m.tolerance else "; replicas agree"

@@ -17,7 +17,7 @@ _ULPS = 1e-5 / torch.finfo(torch.float32).eps
 """Roundings allowed for, at least: 84, which is 1e-5 in float32."""
 
 _OF_STEP = 10
-"""One optimizer step changes a parameter by less than a tenth of its norm."""
+"""One optimizer step mostly changes a parameter by less than a tenth of its norm."""
 
 
 def tolerance(dtype: torch.dtype, summands: int) -> float:
@@ -35,11 +35,23 @@ def tolerance(dtype: torch.dtype, summands: int) -> float:
 
 
 def step_tolerance(gradient_tolerance: float) -> float:
-    """The same for a parameter's value after a step, relative to the value.
+    """The same for a parameter's value after a step, relative to the value or, if that is more, ten times the step.
 
-    A gradient within the tolerance changes a step by as much, and a step is less than a tenth of the value.
+    A gradient within the tolerance changes a step by as much, and a step is mostly less than a tenth of the value.
     """
     return gradient_tolerance / _OF_STEP
+
+
+def of_step(error: float, value: torch.Tensor, change: float) -> float:
+    """An error relative to a parameter's value after a step, as `step_tolerance` takes it.
+
+    Args:
+        error: relative to ``value``.
+        value: after the step.
+        change: Frobenius norm of the step.
+    """
+    norm = _norm(value)
+    return error * norm / max(norm, _OF_STEP * change) if norm else error
 
 
 def _up(x: float) -> float:
@@ -113,6 +125,11 @@ def ratio(x: float, y: float) -> float:
     """``x / y`` as a finite number, for JSON."""
     quotient = x / y if y else math.inf
     return quotient if math.isfinite(quotient) else LARGEST
+
+
+def change(x: torch.Tensor, before: torch.Tensor) -> float:
+    """Frobenius norm of the difference."""
+    return _norm(x - before)
 
 
 def _norm(x: torch.Tensor) -> float:

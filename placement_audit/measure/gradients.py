@@ -16,6 +16,7 @@ from placement_audit.measure import compare
 from placement_audit.measure.exchange import from_rank0, gather
 from placement_audit.measure.fingerprint import LARGEST, Fingerprint, fingerprint, spreads
 from placement_audit.measure.labels import held_alike, where_alike
+from placement_audit.measurement import allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,24 @@ def grad_table(
             for fqn, p in params.items()
         },
     )
+
+
+def errors(table: GradTable, within: float, noise: Mapping[str, float]) -> dict[str, float | None]:
+    """By parameter, how far its gradient is off on any rank: replicas that differ can't all be right.
+
+    Args:
+        table: of all gradients.
+        within: tolerance; what is off by more, but by no more than rounding moves it, is given as that.
+        noise: of `placement_audit.measure.rounding`.
+    """
+    found: dict[str, float | None] = {}
+    for fqn, row in table.rows.items():
+        if row.grad_error is None:
+            found[fqn] = None
+            continue
+        error = max(row.grad_error, *(s or 0.0 for s in row.grad_spread))
+        found[fqn] = error if error > allowed(within, noise.get(fqn)) else min(error, within)
+    return found
 
 
 def _held(p: nn.Parameter) -> _Held | None:

@@ -19,10 +19,11 @@ from placement_audit.errors import NotMeasurable
 from placement_audit.measure import activations, compare, declared, weights
 from placement_audit.measure.exchange import gather, on_rank0
 from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, Fingerprint, spreads
-from placement_audit.measure.gradients import GradTable, grad_table
+from placement_audit.measure.gradients import errors, grad_table
 from placement_audit.measure.labels import coordinates
 from placement_audit.measure.localise import localise
 from placement_audit.measure.outputs import Key
+from placement_audit.measure.rounding import rounding
 from placement_audit.measure.update import compare_update
 from placement_audit.measurement import BoundaryMeasure, Measurement, ParamMeasure
 
@@ -166,6 +167,10 @@ def finish(
         within,
         case.grad_scale,
     )
+    noise: Mapping[str, float] = {}
+    if any(gather(any(e is not None and e > within for e in errors(table, within, {}).values()))):
+        note("the step on one device, its weights rounded")
+        noise = gather(on_rank0("that step", lambda: _rounding(prepared, case.device_type)))[0] or {}
     total, loss_error = _loss([mine for mine, _ in losses], losses[0][1], case, world)
     rows, departures = (), ()
     if watch is not None:
@@ -173,7 +178,14 @@ def finish(
         compared = activations.compare_activations(watch, prepared.reference_outputs, world)
         rows = tuple(compared.rows.values())
         departures = localise(
-            watch, compared, weights.parameters(case.model), _errors(table), loss_error, world, within
+            watch,
+            compared,
+            weights.parameters(case.model),
+            errors(table, within, noise),
+            loss_error,
+            world,
+            within,
+            rounded=bool(noise),
         )
     both = (reference.model, prepared.reference_params) if reference else None
     steps = {}
@@ -210,6 +222,7 @@ def finish(
                 init_spread=prepared.weights.init_spread[fqn],
                 step_error=steps["job"].errors.get(fqn),
                 sgd_error=steps["sgd"].errors.get(fqn),
+                grad_noise=noise.get(fqn),
             )
             for fqn, row in table.rows.items()
         ),
@@ -222,12 +235,16 @@ def finish(
     )
 
 
-def _errors(table: GradTable) -> dict[str, float | None]:
-    """By parameter, how far its gradient is off on any rank: replicas that differ can't all be right."""
-    return {
-        fqn: None if row.grad_error is None else max(row.grad_error, *(s or 0.0 for s in row.grad_spread))
-        for fqn, row in table.rows.items()
-    }
+def _rounding(prepared: Prepared, device_type: str) -> dict[str, float]:
+    made, loss = prepared.reference, prepared.reference_loss
+    assert made is not None
+    assert loss is not None
+
+    def step() -> float:
+        with _own_random_state(device_type):
+            return _number(made.step())
+
+    return rounding(made.model, prepared.reference_params, step, loss)
 
 
 @contextmanager

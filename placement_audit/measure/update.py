@@ -96,7 +96,7 @@ def compare_update(
             _zero(theirs)
         return update(reference[0], which)
 
-    with _kept(theirs), _kept(params):
+    with _kept(theirs) as before, _kept(params):
         reference_norm = on_rank0("the optimizer step on one device", reference_step)
         _multiply(params, boost)
         if linear:
@@ -105,7 +105,11 @@ def compare_update(
             norm = update(model, which)
         norms = gather((norm, reference_norm))[0]
         noise = _noise(*norms, max((p.numel() for p in params.values()), default=1)) if linear else 1.0
-        errors = {fqn: _error(params[fqn], theirs.get(fqn), linear=linear, noise=noise) for fqn in compared}
+        changes = gather({fqn: compare.change(p.detach(), before[id(p)]) for fqn, p in theirs.items()})[0]
+        errors = {
+            fqn: _error(params[fqn], theirs.get(fqn), noise=noise, change=None if linear else changes[fqn])
+            for fqn in compared
+        }
     ranks = gather(errors)
     return Step(
         errors={fqn: max(r[fqn] for r in ranks) for fqn in errors},
@@ -133,14 +137,16 @@ def _noise(norm: float | None, reference_norm: float | None, numel: int) -> floa
     )
 
 
-def _error(p: nn.Parameter, reference: nn.Parameter | None, *, linear: bool, noise: float) -> float:
+def _error(p: nn.Parameter, reference: nn.Parameter | None, *, noise: float, change: float | None) -> float:
+    """The error of one parameter; ``change`` is the norm of its step on one device, None where that alone counts."""
     value = from_rank0(reference, p)
     ours = compare.whole(p)
-    if not linear and ours.shape == value.shape:
+    if change is not None and ours.shape == value.shape:
         grad = from_rank0(None if reference is None else reference.grad, p).abs()
         ours = torch.where(grad >= _CLEAR * grad.square().mean().sqrt(), ours, value)
     # The second is for jobs whose max_norm is so large that nothing was clipped by it.
-    return min(compare.relative_error(ours, value, noise), compare.relative_error(ours, value))
+    error = min(compare.relative_error(ours, value, noise), compare.relative_error(ours, value))
+    return error if change is None else compare.of_step(error, value, change)
 
 
 def _boost(reference: Mapping[str, nn.Parameter], scale: float) -> float:
@@ -169,8 +175,12 @@ def _zero(params: Mapping[str, nn.Parameter]) -> None:
 
 
 @contextmanager
-def _kept(params: Mapping[str, nn.Parameter]) -> Generator[None]:
-    """Put back the local values of parameters and gradients: clipping changes gradients in place."""
+def _kept(params: Mapping[str, nn.Parameter]) -> Generator[dict[int, torch.Tensor]]:
+    """Put back the local values of parameters and gradients: clipping changes gradients in place.
+
+    Yields:
+        By id of the parameter, its local value.
+    """
     with torch.no_grad():
         before = [
             (
@@ -182,7 +192,7 @@ def _kept(params: Mapping[str, nn.Parameter]) -> Generator[None]:
             for p in _unique(params)
         ]
     try:
-        yield
+        yield {id(p): value for p, value, _, _ in before}
     finally:
         with torch.no_grad():
             for p, value, grad, grad_value in before:

@@ -211,7 +211,7 @@ def _numbers(report: Report, rows: tuple[fold.Row, ...]) -> Iterator[Numbers]:
             ratio=worst.grad_ratio,
             step_error=max((p.step_error for p in found if p.step_error is not None), default=None),
             sgd_error=max((p.sgd_error for p in found if p.sgd_error is not None), default=None),
-            wrong=worst.grad_error is not None and not worst.grad_error <= m.tolerance,
+            wrong=worst.grad_error is not None and not worst.grad_error <= m.allowed(worst),
         )
 
 

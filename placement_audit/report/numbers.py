@@ -41,20 +41,25 @@ def measured_items(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _gradients(m: Measurement) -> str:
-    errors = [p.grad_error for p in m.params if p.grad_error is not None]
+    there = [(p, p.grad_error) for p in m.params if p.grad_error is not None]
+    errors = [e for p, e in there if m.telling(p)]
     right = sum(e <= m.tolerance for e in errors)
     how = f"{m.dtype}, seed {m.seed}" + (f", {m.model}" if m.model else "")
     text = f"{right:,} of {plural(len(errors), 'gradient')} within {m.tolerance:.0e} of one device's ({how})"
     if errors:
         text += f"; the worst is off by {max(errors):.1e}"
+    if loose := sum(m.tolerance < e <= m.allowed(p) for p, e in there if m.telling(p)):
+        text += f"; {loose:,} more within ten times what rounding moves them"
+    if len(there) > len(errors):
+        text += f"; {len(there) - len(errors):,} not compared, zero but for rounding"
     if m.grad_scale != 1:
         text += f"; all are {m.grad_scale} of it: the data-parallel ranks' parts are averaged"
     return text
 
 
 def _steps(m: Measurement) -> str:
-    job = [p.step_error for p in m.params if p.step_error is not None]
-    sgd = [p.sgd_error for p in m.params if p.sgd_error is not None]
+    job = [p.step_error for p in m.params if p.step_error is not None and m.telling(p)]
+    sgd = [p.sgd_error for p in m.params if p.sgd_error is not None and m.telling(p)]
     parts = []
     if job:
         parts.append(f"after clipping and one step of the job's optimizer off by {max(job):.1e} at most")

@@ -61,7 +61,7 @@ def _wrong_normalisation(trace: Trace, judgements: Sequence[Judgement], m: Measu
     if m.expected_scale is None or m.grad_scale == m.expected_scale:
         return
     wrong = {j.param_fqn for j in judgements if j.verdict not in (*GOOD, Verdict.NOT_JUDGED)}
-    if all(p.fqn in wrong or not right(p, m.tolerance) for p in m.params):
+    if all(p.fqn in wrong or not right(p, m.allowed(p)) for p in m.params):
         return  # what has the factor has it for a reason of its own
     off = m.grad_scale / m.expected_scale
     yield make_finding(
@@ -93,8 +93,8 @@ def _wrong_updates(
     deferred = {j.param_fqn: j.mesh_dim for j in judgements if j.verdict is Verdict.DEFERRED}
     for p in m.params:
         for what, error, tolerance in (
-            ("the job's own optimizer", p.step_error, m.step_tolerance),
-            ("plain SGD", p.sgd_error, m.tolerance),
+            ("the job's own optimizer", p.step_error, m.step_tolerance * m.allowed(p) / m.tolerance),
+            ("plain SGD", p.sgd_error, m.allowed(p)),
         ):
             if error is None or error <= tolerance:
                 continue
