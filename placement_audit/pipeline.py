@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import placement_audit
 from placement_audit.config import AuditConfig, RankEnv
 from placement_audit.errors import AuditError, IncompleteError, NotMeasurable
-from placement_audit.failure import Failure
 from placement_audit.measurement import Measurement
 from placement_audit.progress import PROGRESS
 from placement_audit.tracing import RunRecord, Trace
@@ -125,7 +124,9 @@ def run(
             except AuditError:
                 raise
             except Exception as error:
-                raise _failed(error, case, alone=options.rank_env is None) from error
+                from placement_audit.stepfailed import step_failed
+
+                raise step_failed(error, case, alone=options.rank_env is None) from error
             trace = tracer.freeze(record_of(config, case, measured=prepared is not None))
             trace = replace(trace, other_ranks=case.other_ranks)
         measurement = None
@@ -176,7 +177,9 @@ def _in_own_dtypes(trace: Trace, config: AuditConfig, build: Callable[[], Case])
     except AuditError:
         raise
     except Exception as error:
-        raise _failed(error, case, alone=False) from error
+        from placement_audit.stepfailed import step_failed
+
+        raise step_failed(error, case, alone=False) from error
     own = tracer.freeze(record_of(config, case, measured=True))
     if _ways(own) == _ways(trace):
         return replace(trace, collectives=own.collectives, reduce_dtype=own.reduce_dtype)
@@ -231,30 +234,3 @@ def _check_case(case: Case) -> None:
             "degree "
             "of 2 or more (parallelism.tensor_parallel_degree, data_parallel_shard_degree), or --world-size."
         )
-
-
-def _failed(error: Exception, case: Case, *, alone: bool) -> IncompleteError:
-    """The model's own error, and where it was."""
-    from placement_audit.dtensor_api import clean_fqn
-
-    modules = {id(m): clean_fqn(fqn) for fqn, m in case.model.named_modules()}
-    failure = Failure(error, modules)
-    if failure.ours:
-        return IncompleteError(
-            f"placement-audit itself failed while it traced {case.name}: {failure.what} ({failure.place}). "
-            "This is a fault of placement-audit, not of the job; --verbose shows the traceback.",
-            details=failure.details,
-        )
-    phase = "backward" if failure.backward else "forward"
-    module = f', module "{failure.module}"' if failure.module else ""
-    hint = ""
-    if alone and case.device_type == "meta":
-        hint = (
-            "\nThe tensors were on the meta device, which has shapes and no values. If the model reads "
-            "values "
-            "(.item(), .tolist()), audit it with --device cpu, or on real ranks under torchrun."
-        )
-    return IncompleteError(
-        f"{case.name} failed in {phase}{module}: {failure.what} ({failure.place}).{hint}",
-        details=failure.details,
-    )

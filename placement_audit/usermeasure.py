@@ -12,6 +12,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
+from placement_audit import stepfailed
 from placement_audit.case import Case, Reference
 from placement_audit.dtensor_api import local_of
 from placement_audit.engine.world import World
@@ -88,7 +89,8 @@ def _coarser(case: Case) -> str:
     finest = min(torch.finfo(p.dtype).eps for p in case.model.parameters() if p.is_floating_point())
     handles = [m.register_forward_hook(hook) for m in case.model.modules()]
     try:
-        case.step()
+        with stepfailed.told(case):
+            case.step()
     finally:
         for h in handles:
             h.remove()

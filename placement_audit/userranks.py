@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from placement_audit import stepfailed
 from placement_audit.case import Case
 from placement_audit.dtensor_api import forget_meshes
 from placement_audit.engine.apart import Met, Numbers, Stream, Varying, difference, varying
@@ -80,11 +81,12 @@ def _line(at: dict[int, tuple[int, ...]], rank: int, d: int) -> list[int]:
 
 def _met(case: Case, numbers: Numbers | None = None) -> tuple[World, Sequence[Met], Any]:
     """(world, the ops of one step, what the step returned)."""
-    # Once before: what DTensor works out about an op the first time it meets it, it then remembers.
-    case.step()
-    tracer = Tracer(case)
-    stream = tracer.stream = Stream(numbers=numbers)
-    loss = tracer.run()
+    with stepfailed.told(case):
+        # Once before: what DTensor works out about an op the first time it meets it, it then remembers.
+        case.step()
+        tracer = Tracer(case)
+        stream = tracer.stream = Stream(numbers=numbers)
+        loss = tracer.run()
     return tracer.world, stream.met, loss
 
 

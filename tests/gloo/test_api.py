@@ -269,3 +269,23 @@ def misused(_env: RankEnv, how: str) -> str:
 def test_misuse_is_told_on_every_rank(how: str, message: str) -> None:
     for told in on_ranks(2, misused, how):
         assert message in told
+
+
+# --------------------------------------------------------------------------- a step that fails
+
+
+def _failing(_env: RankEnv, traced: bool) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Bag(w=draw("w", 3))
+    reference = None if traced else lambda: (Bag(w=draw("w", 3)), lambda: draw("w", 3).sum())
+    try:
+        audit(lambda: draw("z", 3) @ draw("z", 2), model, mesh=mesh, reference=reference)
+    except AuditError as error:
+        return error.message
+    return "went well"
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["measured", "traced"])
+def test_a_step_that_fails_on_real_ranks(traced: bool) -> None:
+    for message in on_ranks(2, _failing, traced):
+        assert message.startswith("Bag failed in forward: RuntimeError: "), message

@@ -363,6 +363,19 @@ def test_a_factory_that_makes_no_job(made: object, message: str) -> None:
     assert message in told.value.message
 
 
+def test_a_step_that_fails_is_the_job_s_own_failure() -> None:
+    """Also where the step runs first, before it is traced: several ranks are played."""
+
+    def build() -> Job:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        return Job(model=Bag(w=draw("w", 3)), step=lambda: draw("z", 3) @ draw("z", 2), mesh=mesh)
+
+    with pytest.raises(AuditError) as told:
+        audit_factory(build, world_size=2)
+    assert told.value.message.startswith("Bag failed in forward: RuntimeError: ")
+    assert told.value.exit_status == 3
+
+
 def test_a_factory_may_return_model_step_and_mesh() -> None:
     def build() -> tuple[Any, Any, Any]:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
