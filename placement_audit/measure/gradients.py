@@ -113,7 +113,7 @@ def errors(table: GradTable, within: float, noise: Mapping[str, float]) -> dict[
     Args:
         table: of all gradients.
         within: tolerance; what is off by more, but by no more than rounding moves it, is given as that.
-        noise: of `placement_audit.measure.rounding`.
+        noise: of `placement_audit.measure.again`.
     """
     found: dict[str, float | None] = {}
     for fqn, row in table.rows.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +16,13 @@ from placement_audit.case import Case, Reference
 from placement_audit.engine.trace import Tracer
 from placement_audit.engine.world import World
 from placement_audit.errors import NotMeasurable
-from placement_audit.measure import activations, compare, declared, weights
+from placement_audit.measure import activations, again, compare, declared, weights
 from placement_audit.measure.exchange import gather, on_rank0
 from placement_audit.measure.fingerprint import LARGEST, BoundaryPrints, Fingerprint, spreads
 from placement_audit.measure.gradients import errors, grad_table
 from placement_audit.measure.labels import coordinates
 from placement_audit.measure.localise import localise
 from placement_audit.measure.outputs import Key
-from placement_audit.measure.rounding import rounding
 from placement_audit.measure.update import compare_update
 from placement_audit.measurement import BoundaryMeasure, Measurement, ParamMeasure
 
@@ -89,7 +88,7 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
     weights.fill_parallel(params, drawn, case.mesh)
 
     def reference() -> Reference:
-        with _own_random_state(case.device_type):
+        with again.own_random_state(case.device_type):
             made = build()
         theirs = weights.parameters(made.model)
         shapes = {(fqn, tuple(p.shape)) for fqn, p in theirs.items()}
@@ -110,9 +109,20 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
 
     def reference_step() -> float:
         assert made is not None
-        with _own_random_state(case.device_type), activations.on_one_device(made.model) as table:
-            loss = _number(made.step())
-        outputs.update(table)
+        with again.own_random_state(case.device_type):
+            before = again.random_state(case.device_type)
+            with activations.on_one_device(made.model) as table:
+                loss = _number(made.step())
+            outputs.update(table)
+            if before == again.random_state(case.device_type):
+                return loss
+            theirs = weights.parameters(made.model)
+            within = compare.tolerance(_dtype(theirs), 1)
+            if again.is_random(made.model, theirs, lambda: _number(made.step()), loss, within):
+                raise NotMeasurable(
+                    "not measured: the step draws random numbers (dropout?), so that it has another loss each time "
+                    "it is taken, and ranks and one device another one; measure it without."
+                )
         return loss
 
     reference_loss = on_rank0("the step on one device", reference_step)
@@ -241,18 +251,10 @@ def _rounding(prepared: Prepared, device_type: str) -> dict[str, float]:
     assert loss is not None
 
     def step() -> float:
-        with _own_random_state(device_type):
+        with again.own_random_state(device_type):
             return _number(made.step())
 
-    return rounding(made.model, prepared.reference_params, step, loss)
-
-
-@contextmanager
-def _own_random_state(device_type: str) -> Generator[None]:
-    """Rank 0 alone builds and runs the reference: its random state must not get ahead of the others'."""
-    devices = [torch.cuda.current_device()] if device_type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+    return again.rounding(made.model, prepared.reference_params, step, loss)
 
 
 def _number(loss: object) -> float:

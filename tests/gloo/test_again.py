@@ -1,4 +1,4 @@
-"""Gradients that are the small rest of large terms: rounding alone makes other numbers of them on every machine."""
+"""What of one device's numbers is rounding, and what is chance: neither is a fault of the job."""
 
 from __future__ import annotations
 
@@ -95,6 +95,43 @@ def test_a_step_that_cannot_be_taken_twice_says_nothing_of_rounding(again: str) 
     assert report.measurement is not None
     assert [p.grad_noise for p in report.measurement.params] == [None, None]
     assert _verdicts(report) == {"w": "ok", "shift": "wrong gradient"}
+
+
+# --------------------------------------------------------------------------- random numbers
+
+
+def _drawing(_env: Any, dropout: float) -> tuple[int, bool, tuple[str, ...]]:
+    """(Exit status, whether it was measured, notes) of a step that draws its batch, seeded, and drops some of it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    group, values = mesh.get_group("tp"), {"w": draw("w", V, D)}
+    model, whole = Bag(w=values["w"].chunk(2)[mesh.get_local_rank("tp")]), Bag(**values)
+
+    def after(w: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        x = torch.randn(T, D)
+        torch.seed() if dropout else None
+        return F.linear(F.dropout(x, dropout), w).square().sum() / T
+
+    report = audit(
+        lambda: Reduce.apply(after(model.w), group),
+        model,
+        mesh=mesh,
+        declared={"w": {"tp": Shard(0)}},
+        reference=lambda: (whole, lambda: after(whole.w)),
+    )
+    return report.exit_status, report.measurement is not None, report.trace.run.notes
+
+
+def test_a_batch_that_the_step_draws_by_its_own_seed_is_measured() -> None:
+    assert on_ranks(2, _drawing, 0.0) == [(0, True, ())] * 2
+
+
+def test_dropout_is_not_measured() -> None:
+    for status, measured, notes in on_ranks(2, _drawing, 0.5):
+        assert (status, measured) == (0, False)
+        assert any(n.startswith("not measured: the step draws random numbers (dropout?)") for n in notes), (
+            notes
+        )
 
 
 # --------------------------------------------------------------------------- a step as large as the weight
