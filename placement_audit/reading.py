@@ -44,7 +44,9 @@ def describe(label: Placement, state: State, factor: Fraction | None, mesh_dim: 
             what = f"{ranks} hold a complete part plus a part of their own"
         case _:
             what = f"terms of {ranks} were dropped"
-    scale = "" if state.scale in (1, None) else f", scaled by {state.scale}"
+    scale = "" if state.scale == 1 else f", scaled by {state.scale}"
+    if state.scale is None:
+        scale = ", parts of it scaled otherwise than others" if state.kind is not StateKind.MIXED else ""
     read = "" if factor is None or factor == 1 else f"; read so, it is {factor} times the true gradient"
     return f"{what}{scale}; its label is {label}{read}"
 

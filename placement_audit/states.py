@@ -11,7 +11,7 @@ States of a gradient (backward), for the gradient of a tensor that is
 
 - invariant: *invariant*, complete and equal on all ranks; *varying*, each rank holds its own term and the
   truth is the sum over the ranks (torch's Partial); *mixed*, a complete part and a per-rank part were added
-  up, so that no single label is right;
+  up, so that no single label is right (summed over the ranks it is equal on all, and the complete part too large);
 - varying (each rank its own part, a shard or a term of a sum): *varying*, its own part's gradient.
 
 *Ambiguous* is a gradient that a value declared Partial received: equal on all ranks, although each rank's
@@ -62,6 +62,10 @@ _A_COMPLETE_AND_A_PER_RANK_PART = (
 )
 
 
+_ADDING = ("sum", "avg")
+"""Reductions of which the true gradient is made."""
+
+
 def blamed(state: State, boundary: int) -> State:
     """The same state with one more place in its story."""
     if boundary in state.blame or len(state.blame) >= _BLAME_CAP:
@@ -107,6 +111,10 @@ def reduced(state: State, size: int, reduce_op: str | None, *, is_grad: bool) ->
     kind = state.kind
     if kind is StateKind.ZERO:
         return state
+    if kind is StateKind.MIXED and is_grad and reduce_op in _ADDING:
+        return State(
+            StateKind.INVARIANT, None, state.blame
+        )  # the complete part so many times, the other once
     if kind in (StateKind.VARYING, StateKind.TERM):
         kind = StateKind.INVARIANT
     return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
@@ -116,6 +124,8 @@ def scattered(state: State, size: int, reduce_op: str | None, *, is_grad: bool) 
     """After a reduce-scatter over ``size`` ranks: each rank its own part of the sum."""
     if state.kind is StateKind.ZERO:
         return state
+    if state.kind is StateKind.MIXED and is_grad and reduce_op in _ADDING:
+        return State(StateKind.VARYING, None, state.blame)  # as in `reduced`
     kind = StateKind.VARYING if state.kind in (StateKind.INVARIANT, StateKind.TERM) else state.kind
     return State(kind, _reduce_scale(state, size, reduce_op) if is_grad else state.scale, state.blame)
 
@@ -176,7 +186,7 @@ def as_value(state: State) -> State:
 
 def _reduce_scale(state: State, size: int, reduce_op: str | None) -> Fraction | None:
     """Scale after a reduction: an average divides, a sum of something complete multiplies."""
-    if state.scale is None or reduce_op not in ("sum", "avg"):
+    if state.scale is None or reduce_op not in _ADDING:
         return state.scale
     complete = state.kind is StateKind.INVARIANT
     if reduce_op == "avg":

@@ -160,6 +160,8 @@ def _role(b: Boundary, dim: int, j: Judgement) -> str:
         return f"labels the gradient {label} although it is {_really(left)}"
     if label is not None and label.is_partial and StateKind.VARYING is left.kind and arrived.blame:
         return f"labels the gradient {label}, which makes up for the label before"
+    if arrived.kind is StateKind.MIXED and left.scale is None:
+        return _SUMS_A_PART_AGAIN
     if arrived.scale != left.scale:
         ratio = (
             f"{left.scale / arrived.scale}" if left.scale is not None and arrived.scale else "another scale"
@@ -168,10 +170,17 @@ def _role(b: Boundary, dim: int, j: Judgement) -> str:
     return "passes the gradient on"
 
 
+_SUMS_A_PART_AGAIN = (
+    "sums a gradient of which a part is complete already: that part counts once for each rank"
+)
+
+
 def _own_role(b: Boundary, arrived: State, left: State) -> str:
     whose = "its backward" if b.phase is not Phase.BACKWARD else "it"
     if left.kind is StateKind.LOST and arrived.kind is not StateKind.LOST:
         return f"{whose} hands on one rank's term of the gradient, and the other ranks' terms are gone"
+    if arrived.kind is StateKind.MIXED and left.scale is None:
+        return _SUMS_A_PART_AGAIN
     if arrived.scale is not None and left.scale is not None and arrived.scale != left.scale:
         if left.scale > arrived.scale:
             return f"{whose} sums a gradient that is complete already"
@@ -234,6 +243,11 @@ def _next_step(j: Judgement, path: tuple[PathStep, ...]) -> str:
             )
         case Verdict.DOUBLE_REDUCTION:
             return f'take one of the reductions over "{mesh_dim}" out'
+        case Verdict.WRONG_SCALE if j.factor is None:
+            return (
+                f'sum over "{mesh_dim}" only what was not summed before: the gradient of each micro-batch by itself, '
+                "or all of them after the last"
+            )
         case Verdict.WRONG_SCALE:
             return f'check the calls above: one divides by the size of "{mesh_dim}" what was not summed'
         case Verdict.WRONG_PLACEMENT if cause == "all_reduce":

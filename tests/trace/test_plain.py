@@ -310,8 +310,16 @@ def test_two_micro_batches_into_one_gradient() -> None:
 
     assert dp(by_hand(lambda *a: step(*a, each=False))) is OK
     wrong = by_hand(lambda *a: step(*a, each=True))
-    assert dp(wrong) is LOST, "what was summed after the first is summed again with the second"
-    assert "a complete part and a per-rank part" in judgement(wrong, "weight", "dp").reason
+    assert dp(wrong) is Verdict.WRONG_SCALE, "what was summed after the first is summed again with the second"
+    assert "hold the same gradient, parts of it scaled otherwise than others" in (
+        judgement(wrong, "weight", "dp").evidence[0].statement
+    )
+    (finding,) = of_rule(wrong, "PA203")
+    (call,) = finding.path
+    why = "a part is complete already: that part counts once for each rank"
+    assert call.role == f"cause: sums a gradient of which {why}"
+    assert call.call_site.code_line == "dist.all_reduce(w.weight.grad, group=group)"
+    assert "the gradient of each micro-batch by itself, or all of them after the last" in finding.next_step
 
 
 def test_a_first_backward_without_the_reduction_that_the_second_has() -> None:

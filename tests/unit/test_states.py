@@ -16,6 +16,7 @@ pytestmark = pytest.mark.unit
 
 SUM = Placement(PlacementKind.PARTIAL, reduce_op="sum")
 AVG = Placement(PlacementKind.PARTIAL, reduce_op="avg")
+MAX = Placement(PlacementKind.PARTIAL, reduce_op="max")
 S0 = Placement(PlacementKind.SHARD, tensor_dim=0)
 S1 = Placement(PlacementKind.SHARD, tensor_dim=1)
 MIXED, LOST, AMBIGUOUS = State(StateKind.MIXED), State(StateKind.LOST), State(StateKind.AMBIGUOUS)
@@ -99,7 +100,10 @@ def test_zero_is_neutral(a: State, adds: bool) -> None:
         (VARYING, S0, REPLICATE, "invariant", lambda n: 1),
         (VARYING, S0, S1, "varying", lambda n: 1),
         (LOST, S0, REPLICATE, "lost", lambda n: 1),
-        (MIXED, SUM, REPLICATE, "mixed", lambda n: 1),
+        (MIXED, SUM, REPLICATE, "invariant", lambda n: None),
+        (MIXED, AVG, REPLICATE, "invariant", lambda n: None),
+        (MIXED, SUM, S0, "varying", lambda n: None),
+        (MIXED, MAX, REPLICATE, "mixed", lambda n: 1),
     ],
     ids=named,
 )
