@@ -142,6 +142,9 @@ class Flow(EagerMode):
 
     def _dtensor_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         ins = tensors(args, kwargs)
+        for x in ins:
+            if isinstance(x, DTensor):
+                self.labelled.believe(x)
         told = self.left_out.watches(func._opname)
         if told:
             self.left_out.begins(func._opname, ins)

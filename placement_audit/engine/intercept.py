@@ -128,6 +128,8 @@ class Interceptor:
             x: what goes in.
             printed: take its fingerprint, too; not where a collective may be writing it.
         """
+        if isinstance(x, DTensor):
+            self.flow.labelled.believe(x)
         self.flow.given(kind, [x])
         site, user_site, local_map = callsite.take(3, exact=True)
         phase = current_phase()

@@ -28,6 +28,16 @@ class Labelled:
         self._relabels: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
         self._false: dict[tuple[int, int], tuple[int, ...]] = {}
 
+    def believe(self, x: DTensor) -> None:
+        """Take a DTensor that nothing in the trace made for what its placements say.
+
+        FSDP2 gathers a parameter into memory of its own from before the trace, and not by an op on DTensors.
+        """
+        local = local_of(x)
+        if not self.ledger.knows(storage_key(local)):
+            self.ledger.put(local, self.ledger.invariant)
+            self.settle(x, [])
+
     def settle(self, out: DTensor, ins: list[torch.Tensor], *, alone: bool = False) -> None:
         """Bring a DTensor's state in line with its placements, except where an input's label already lied.
 

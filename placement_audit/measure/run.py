@@ -195,7 +195,6 @@ def finish(
             loss_error,
             world,
             within,
-            rounded=bool(noise),
         )
     both = (reference.model, prepared.reference_params) if reference else None
     steps = {}

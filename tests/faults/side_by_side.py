@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -207,6 +209,11 @@ _FUSED = {
 }
 
 
+def _gated(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(rows, gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
 def _fused(mesh: DeviceMesh, variant: str) -> Job:
     x, y, tp, group = draw("x", T, D, scale=1), draw("y", T, D), mesh["tp"], mesh.get_group("tp")
     strided = _StridedShard(0, split_factor=2)  # this rank's part of each of the two
@@ -216,18 +223,14 @@ def _fused(mesh: DeviceMesh, variant: str) -> Job:
         down_proj=laid_out(_FUSED["down_proj"], tp, Shard(1)),
     )
 
-    def after(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(rows, gate_up).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, down)
-
     def step() -> torch.Tensor:
         rows = F.rms_norm(x, (D,), model.norm)
         rows = rows if "without f" in variant else Copy.apply(rows, group)
-        out = after(rows, model.gate_up.to_local(), model.down_proj.to_local())
+        out = _gated(rows, model.gate_up.to_local(), model.down_proj.to_local())
         return (Reduce.apply(out, group) - y).square().mean()
 
     def loss(m: Any) -> torch.Tensor:
-        return (after(F.rms_norm(x, (D,), m.norm), m.gate_up, m.down_proj) - y).square().mean()
+        return (_gated(F.rms_norm(x, (D,), m.norm), m.gate_up, m.down_proj) - y).square().mean()
 
     return Job(model=model, step=step, mesh=mesh, inputs=(x, y), reference=one_device(Bag(**_FUSED), loss))
 
@@ -238,6 +241,64 @@ FUSED = Family(
     mesh={"tp": 2},
     variants={"as it is": RIGHT, "without f": Expect(gradients=lost("norm"))},
     job=_fused,
+)
+
+# --------------------------------------------------------------------------- local shards within FSDP2
+
+
+class _Ffn(nn.Module):
+    """A norm and two weights over tp, read as local tensors; FSDP2 may gather them over dp."""
+
+    def __init__(self, mesh: DeviceMesh, *, f: bool) -> None:
+        super().__init__()
+        self.group, self.f = mesh.get_group("tp"), f
+        tp = mesh["tp"]
+        self.norm = laid_out(_FUSED["norm"], tp, R)
+        self.up = laid_out(_FUSED["gate_up"], tp, Shard(0))
+        self.down = laid_out(_FUSED["gate_up"].t().contiguous(), tp, Shard(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = F.rms_norm(x, (D,), self.norm.to_local())
+        rows = Copy.apply(rows, self.group) if self.f else rows
+        return Reduce.apply(
+            F.linear(F.linear(rows, self.up.to_local()).tanh(), self.down.to_local()), self.group
+        )
+
+
+def _gathered(mesh: DeviceMesh, variant: str) -> Job:
+    x, y = draw("x", 2 * D, D, scale=1), draw("y", 2 * D, D)
+    model = fully_shard(_Ffn(mesh, f="without f" not in variant), mesh=mesh["dp"])
+    whole = Bag(norm=_FUSED["norm"], up=_FUSED["gate_up"], down=_FUSED["gate_up"].t().contiguous())
+
+    def loss(m: Any) -> torch.Tensor:
+        return (F.linear(F.linear(F.rms_norm(x, (D,), m.norm), m.up).tanh(), m.down) - y).square().mean()
+
+    def step() -> None:
+        rows, wanted = (mine(v, mesh, "dp").chunk(2 if "batches" in variant else 1) for v in (x, y))
+        for a, b in zip(rows, wanted, strict=True):
+            ((model(a) - b).square().mean() / len(rows)).backward()
+
+    return Job(
+        model=model,
+        step=step,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        reference=one_device(whole, loss),
+    )
+
+
+GATHERED = Family(
+    name="local shards within FSDP2",
+    about="what FSDP2 gathers over dp is still a shard over tp, and nothing in the step says so but its label",
+    mesh={"dp": 2, "tp": 2},
+    variants={
+        "as it is": RIGHT,
+        "two batches": RIGHT,
+        "without f": Expect(gradients=lost("norm")),
+        "two batches, without f": Expect(gradients=lost("norm")),
+    },
+    job=_gathered,
 )
 
 # --------------------------------------------------------------------------- summed in a hook
@@ -293,4 +354,4 @@ HOOKED = Family(
     job=_hooked,
 )
 
-FAMILIES = (LATENTS, HALVES, FUSED, HOOKED)
+FAMILIES = (LATENTS, HALVES, FUSED, GATHERED, HOOKED)
