@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import placement_audit
 from placement_audit.config import AuditConfig, RankEnv
-from placement_audit.errors import AuditError, IncompleteError, NotMeasurable
+from placement_audit.errors import IncompleteError, NotMeasurable
 from placement_audit.measurement import Measurement
 from placement_audit.progress import PROGRESS
 from placement_audit.tracing import RunRecord, Trace
@@ -108,6 +108,7 @@ def run(
             with phase("weights"):
                 case, prepared = _prepared(case)
         with phase("trace"):
+            from placement_audit import stepfailed
             from placement_audit.engine.trace import Tracer
             from placement_audit.measure.fingerprint import fingerprint
 
@@ -117,16 +118,10 @@ def run(
 
                 tracer.stream = Stream(case.varying)
             watch = None
-            try:
+            with stepfailed.told(case):
                 with prepared.watching(case, tracer) if prepared is not None else nullcontext() as watch:
                     loss = tracer.run()
                 tracer.follow_readers()
-            except AuditError:
-                raise
-            except Exception as error:
-                from placement_audit.stepfailed import step_failed
-
-                raise step_failed(error, case, alone=options.rank_env is None) from error
             trace = tracer.freeze(record_of(config, case, measured=prepared is not None))
             trace = replace(trace, other_ranks=case.other_ranks)
         measurement = None
@@ -168,18 +163,13 @@ def _in_own_dtypes(trace: Trace, config: AuditConfig, build: Callable[[], Case])
     The same code ran twice, so the same calls crossed the same boundaries. Where they did not, the job chooses
     its way by dtype, and its dtypes stay unknown.
     """
+    from placement_audit import stepfailed
     from placement_audit.engine.trace import Tracer
 
     case = build()
     tracer = Tracer(case, PROGRESS.note)
-    try:
+    with stepfailed.told(case):
         tracer.run()
-    except AuditError:
-        raise
-    except Exception as error:
-        from placement_audit.stepfailed import step_failed
-
-        raise step_failed(error, case, alone=False) from error
     own = tracer.freeze(record_of(config, case, measured=True))
     if _ways(own) == _ways(trace):
         return replace(trace, collectives=own.collectives, reduce_dtype=own.reduce_dtype)

@@ -13,16 +13,20 @@ from placement_audit.failure import Failure
 
 @contextmanager
 def told(case: Case) -> Generator[None]:
-    """Say an error of the job's step, run inside, as `step_failed` does."""
+    """Run the job's step inside: what it raises is told as the model's own error.
+
+    Raises:
+        IncompleteError: it raised; an `AuditError` is left as it is.
+    """
     try:
         yield
     except AuditError:
         raise
     except Exception as error:
-        raise step_failed(error, case, alone=case.backend == "fake") from error
+        raise _failed(error, case) from error
 
 
-def step_failed(error: Exception, case: Case, *, alone: bool) -> IncompleteError:
+def _failed(error: Exception, case: Case) -> IncompleteError:
     """The model's own error, and where it was."""
     modules = {id(m): clean_fqn(fqn) for fqn, m in case.model.named_modules()}
     failure = Failure(error, modules)
@@ -35,7 +39,7 @@ def step_failed(error: Exception, case: Case, *, alone: bool) -> IncompleteError
     phase = "backward" if failure.backward else "forward"
     module = f', module "{failure.module}"' if failure.module else ""
     hint = ""
-    if alone and case.device_type == "meta":
+    if case.backend == "fake" and case.device_type == "meta":
         hint = (
             "\nThe tensors were on the meta device, which has shapes and no values. If the model reads "
             "values "

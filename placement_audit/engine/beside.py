@@ -19,8 +19,6 @@ from placement_audit.engine.opargs import covers, place_of
 from placement_audit.engine.optraits import OpTraits
 from placement_audit.engine.pieces import Rows
 
-_POINTWISE = torch.Tag.pointwise
-
 
 def rows_of(ledger: Ledger, x: torch.Tensor) -> Rows | None:
     """Along which tensor dim a gradient is in different states, and in which; None where it is in one."""
@@ -73,7 +71,7 @@ def made_by(
         return _joined(ledger, func._opname, args, ins, out)
     if traits.puts_beside:
         return _put_back(ledger, func._opname, args, out)
-    same = traits.duplicates or traits.copies or _POINTWISE in func.tags
+    same = traits.duplicates or traits.copies or traits.pointwise
     if not same or traits.zeros or traits.fresh or traits.into:
         return None
     return _place_by_place(ledger, ins[1:] if traits.copies else ins, out, adds=traits.adds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 _COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"}
 )
@@ -68,6 +70,7 @@ class OpTraits:
         changes: the positions of the lists that it changes.
         views: its results share its one input's storage, as its schema says.
         passes_on: with one input, its result is that tensor in another form.
+        pointwise: at each place its result depends on what stands there in every input.
         lifts: it makes a tensor of Python numbers, whose address may have been another tensor's.
     """
 
@@ -94,6 +97,7 @@ class OpTraits:
     changes: tuple[int, ...]
     views: bool
     passes_on: bool
+    pointwise: bool
     lifts: bool
 
 
@@ -133,6 +137,7 @@ def traits_of(func: Any) -> OpTraits:
         ),
         views=_is_view(schema),
         passes_on=name in _PASSES_ON,
+        pointwise=torch.Tag.pointwise in func.tags,
         lifts=name == "lift_fresh",
     )
     return traits

@@ -17,7 +17,6 @@ from placement_audit.engine.optraits import OpTraits
 from placement_audit.engine.world import World
 from placement_audit.model import StateKind
 
-_POINTWISE = torch.Tag.pointwise
 _SAME = frozenset({"_to_copy", "clone", "detach", "alias", "view", "_unsafe_view"})
 """Of these a result of the same shape is the same tensor, place by place."""
 
@@ -100,7 +99,7 @@ class OwnPart:
     ) -> None:
         """An op has run: place by place, zero stays zero."""
         found = next((f for x in ins if (f := self._of(x)) is not None), None)
-        keeps = traits.scales or func._opname in _SAME or _keeps_zero(func)
+        keeps = traits.scales or func._opname in _SAME or _keeps_zero(func, traits)
         for o in outs:
             if keeps and found is not None and o.shape == found.shape:
                 self._at[storage_key(local_of(o))] = replace(found, stride=tuple(o.stride()))
@@ -118,6 +117,6 @@ class OwnPart:
         return found if found is not None and (x.shape, x.stride()) == (found.shape, found.stride) else None
 
 
-def _keeps_zero(func: Any) -> bool:
+def _keeps_zero(func: Any, traits: OpTraits) -> bool:
     """Whether an op makes zero of a gradient that is zero, place by place: it is a factor of what comes out."""
-    return _POINTWISE in func.tags and func._opname.endswith("_backward")
+    return traits.pointwise and func._opname.endswith("_backward")

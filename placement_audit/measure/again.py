@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from placement_audit.measure import compare
+from placement_audit.measure.weights import unique
 
 _TIMES = 2
 """Runs; the smaller change counts, for a choice (of experts, say) may flip in one of them."""
@@ -108,12 +109,12 @@ def _as_before(
     Yields:
         Each parameter once, with its value.
     """
-    unique = list({id(p): p for p in params.values()}.values())
-    gradients = [(p, p.grad) for p in unique]
+    once = unique(params)
+    gradients = [(p, p.grad) for p in once]
     with torch.no_grad():
-        values = [(p, p.detach().clone()) for p in unique]
+        values = [(p, p.detach().clone()) for p in once]
         buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    for p in unique:
+    for p in once:
         p.grad = None
     try:
         yield values

@@ -15,6 +15,7 @@ from placement_audit.dtensor_api import fits_its_label, local_of
 from placement_audit.measure import compare
 from placement_audit.measure.exchange import from_rank0, gather, on_rank0
 from placement_audit.measure.readers import watched
+from placement_audit.measure.weights import unique
 from placement_audit.measurement import Reader
 
 Update = Callable[[nn.Module, str], float | None]
@@ -151,26 +152,21 @@ def _error(p: nn.Parameter, reference: nn.Parameter | None, *, noise: float, cha
 
 def _boost(reference: Mapping[str, nn.Parameter], scale: float) -> float:
     """The power of two that brings the gradients' norm to about 1000."""
-    squares = [torch.linalg.vector_norm(p.grad).item() ** 2 for p in _unique(reference) if p.grad is not None]
+    squares = [torch.linalg.vector_norm(p.grad).item() ** 2 for p in unique(reference) if p.grad is not None]
     norm = scale * math.sqrt(sum(squares))
     return 2.0 ** round(math.log2(_CLIPPED_FROM / norm)) if 0 < norm < _CLIPPED_FROM else 1.0
 
 
-def _unique(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Each parameter once, tied ones too."""
-    return list({id(p): p for p in params.values()}.values())
-
-
 @torch.no_grad()
 def _multiply(params: Mapping[str, nn.Parameter], factor: float) -> None:
-    for p in _unique(params):
+    for p in unique(params):
         if p.grad is not None:
             local_of(p.grad).mul_(factor)
 
 
 @torch.no_grad()
 def _zero(params: Mapping[str, nn.Parameter]) -> None:
-    for p in _unique(params):
+    for p in unique(params):
         local_of(p.detach()).zero_()
 
 
@@ -189,7 +185,7 @@ def _kept(params: Mapping[str, nn.Parameter]) -> Generator[dict[int, torch.Tenso
                 p.grad,
                 None if p.grad is None else compare.local_part(p.grad).clone(),
             )
-            for p in _unique(params)
+            for p in unique(params)
         ]
     try:
         yield {id(p): value for p, value, _, _ in before}

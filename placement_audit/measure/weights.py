@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,11 @@ class Weights:
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By FQN as the user's model has it; a tied parameter comes under each of its names."""
     return {clean_fqn(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def unique(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """Each parameter once, tied ones too."""
+    return list({id(p): p for p in params.values()}.values())
 
 
 def survey(params: dict[str, nn.Parameter], world: World, seed: int) -> Weights:
