@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from placement_audit import Report, audit
+from placement_audit import Report, audit, render
 from placement_audit.measure.update import compare_update
 from tests.faults.family import Bag, draw, one_device
 from tests.faults.functions import Copy, Gather, Reduce
@@ -79,6 +80,8 @@ def test_rounding_is_no_fault(shift_is: torch.Tensor) -> None:
     assert shift.grad_error is not None
     assert 1e-5 < shift.grad_error < report.measurement.allowed(shift)
     assert report.measurement.telling(shift) is (shift_is is _NEARLY)
+    told = "1 more within ten times what rounding moves them"
+    assert (told if shift_is is _NEARLY else "1 not compared, zero but for rounding") in render(report)
 
 
 @pytest.mark.parametrize("shift_is", [_ALIKE, _NEARLY], ids=["zero", "small rest"])
@@ -132,6 +135,43 @@ def test_dropout_is_not_measured() -> None:
         assert any(n.startswith("not measured: the step draws random numbers (dropout?)") for n in notes), (
             notes
         )
+
+
+# --------------------------------------------------------------------------- another way to the same
+
+
+class _Rows(nn.Module):
+    """Its inner module sees the rows in one order or the other; nothing that comes out depends on it."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.turned, self.act = turned, nn.Tanh()
+        self.w = nn.Parameter(draw("w", V, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = F.linear(x, self.w)
+        return self.act(rows.flip(0)).flip(0) if self.turned else self.act(rows)
+
+
+def _turned(_env: Any) -> Report:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x, model, whole = draw("x", T, D, scale=1), _Rows(turned=True), _Rows(turned=False)
+    return audit(
+        lambda: model(x).square().mean(),
+        model,
+        mesh=mesh,
+        inputs=(x,),
+        reference=lambda: (whole, lambda: whole(x).square().mean()),
+    )
+
+
+def test_where_all_numbers_are_right_no_place_is_told() -> None:
+    """Inner values differ, as those of tokens sorted by expert do, and there is nothing to look for."""
+    report = on_ranks(2, _turned)[0]
+    assert report.measurement is not None
+    assert report.exit_status == 0
+    assert max(a.value_error or 0.0 for a in report.measurement.activations if a.fqn == "act") > 0.1
+    assert report.measurement.departures == ()
 
 
 # --------------------------------------------------------------------------- a step as large as the weight
