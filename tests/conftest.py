@@ -7,6 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from placement_audit.report import NO_TERMINAL
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports wrap at the terminal's width: what a test reads must not depend on where the suite runs."""
+    monkeypatch.setenv("COLUMNS", str(NO_TERMINAL[0]))
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
 
 @pytest.fixture(autouse=True)
 def torchtitan_sees_the_cpu() -> Iterator[None]:
