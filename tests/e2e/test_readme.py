@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def test_help_is_what_help_prints() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "placement_audit", "--help"],
         cwd=ROOT,
+        env={**os.environ, "COLUMNS": "80"},  # argparse wraps at the terminal's width, too
         capture_output=True,
         text=True,
         check=True,
