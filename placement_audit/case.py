@@ -15,6 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from placement_audit.model import Placement
 
+def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of its dims; "dim0", "dim1" and so on where it was made without any, as torch allows."""
+    return tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim)))
+
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
@@ -37,7 +42,7 @@ class Case:
     Attributes:
         name: model and flavor, for people.
         model: already parallelised; its parameters are what is judged.
-        mesh: the world mesh with every dim named, dims of size 1 included; holds this process's rank.
+        mesh: the world mesh, dims of size 1 included, by `dim_names`; holds this process's rank.
         batch_dims: mesh dims over which the batch varies (data and context parallel).
         inputs: tensors that differ between the ranks of ``batch_dims`` (tokens, labels).
         step: runs one forward and backward; leaves the gradients in ``.grad`` and returns this rank's loss.

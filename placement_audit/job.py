@@ -29,7 +29,8 @@ class Job:
             ``.grad``. One that runs the forward alone returns the loss, and ``backward()`` is called on it. A trace
             runs it once; a measured audit runs it several times more, so that a step which takes its batch from
             a data loader gets another one each time and the runs cannot be compared: take the batch before.
-        mesh: the DeviceMesh, or one of its parts; None to take it from the parameters. Its dims need names.
+        mesh: the DeviceMesh, or one of its parts; None to take it from the parameters.
+            Dims without names are "dim0", "dim1" and so on.
         inputs: the tensors of the batch, in any nesting of tuples, lists and dicts; () where the batch is what
             the model's forward is called with.
         batch_placements: along which mesh dims the batch differs between ranks: ``{"dp": Shard(0)}``, or one

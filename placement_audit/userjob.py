@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.nn.parallel import DistributedDataParallel
 
-from placement_audit.case import Case, Reference
+from placement_audit.case import Case, Reference, dim_names
 from placement_audit.config import near_miss
 from placement_audit.dtensor_api import clean_fqn, placement_of, root_mesh, spec_of
 from placement_audit.engine.reducer import running
@@ -46,7 +46,7 @@ def case_of(job: Job) -> Case:
     if not any(p.requires_grad for p in model.parameters()):
         raise IncompleteError(f"audited nothing: {name} has no trainable parameter.")
     given, world = _meshes(job.mesh, model)
-    names = world.mesh_dim_names or ()
+    names = dim_names(world)
     batch = _placements("batch_placements", job.batch_placements or {}, given, names)
     batch_dims = tuple(d for d in names if d in batch and not batch[d].is_replicate)
     inputs = tuple(_tensors(job.inputs))
@@ -150,10 +150,6 @@ def _meshes(given: DeviceMesh | None, model: nn.Module) -> tuple[DeviceMesh, Dev
             )
         found = roots[0]
     world = root_mesh(found)
-    if world.mesh_dim_names is None:
-        raise UsageError(
-            "mesh: its dims have no names. Give them: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
-        )
     if world.size() == 1:
         raise IncompleteError("audited nothing: the mesh has 1 rank, so no gradient needs a reduction.")
     if world.get_coordinate() is None:
@@ -178,7 +174,7 @@ def _placements(
     if isinstance(given, Mapping):
         pairs = list(given.items())
     else:
-        own = mesh.mesh_dim_names or ()
+        own = dim_names(mesh)
         if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != len(own):
             raise UsageError(
                 f"{what}: expected a dict by mesh dim, or one placement for each of {', '.join(own)}; got {given!r}."

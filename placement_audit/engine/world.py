@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from placement_audit.case import Case
+from placement_audit.case import Case, dim_names
 from placement_audit.dtensor_api import DTensor, placement_of, spec_of
 from placement_audit.model import REPLICATE, Layout, MeshSpec, Placement
 from placement_audit.tracing import OwnDim
@@ -38,11 +38,9 @@ class World:
             parts: names of parts of its dims, such as "tp[0,1]".
 
         Raises:
-            ValueError: the mesh has no names, or a part is none.
+            ValueError: a part is none.
         """
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise ValueError("the world mesh needs mesh_dim_names")
+        names = dim_names(mesh)
         ranks = mesh.mesh.tolist()
         keep = [i for i in range(mesh.ndim) if mesh.size(i) > 1]
         whole = {names[i]: mesh.size(i) for i in keep}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from placement_audit.case import Case
+from placement_audit.case import Case, dim_names
 from placement_audit.dtensor_api import clean_fqn
 from placement_audit.errors import NotMeasurable
 from placement_audit.measure.exchange import gather
@@ -48,7 +48,7 @@ def placements_of(case: Case, fqn: str) -> list[Shard | Replicate]:
     """Torch's placements of a declared parameter, one for each dim of the world mesh."""
     declared = case.declared[fqn]
     found: list[Shard | Replicate] = []
-    for name in case.mesh.mesh_dim_names or ():
+    for name in dim_names(case.mesh):
         p = declared.get(name)
         found.append(Replicate() if p is None or p.tensor_dim is None else Shard(p.tensor_dim))
     return found

@@ -126,10 +126,10 @@ def fill_parallel(params: dict[str, nn.Parameter], weights: Weights, mesh: Devic
 def _difference(local: torch.Tensor, spread: tuple[float | None, ...], mesh: DeviceMesh) -> torch.Tensor:
     """How far this rank is from the first of those that should hold the same."""
     agreed = local.clone()
-    names = [n for n, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
-    for name, s in zip(names, spread, strict=True):
+    dims = [i for i, size in enumerate(mesh.shape) if size > 1]
+    for dim, s in zip(dims, spread, strict=True):
         if s is not None:
-            dist.broadcast(agreed, group_src=0, group=mesh.get_group(name))
+            dist.broadcast(agreed, group_src=0, group=mesh.get_group(dim))
     return local - agreed
 
 

@@ -141,10 +141,10 @@ def test_weights_gradients_and_the_optimizer_are_left_as_they_were() -> None:
 # --------------------------------------------------------------------------- replicas, with and without a reference
 
 
-def replicas(env: RankEnv, apart: bool) -> Report:
+def replicas(env: RankEnv, apart: bool, names: tuple[str, ...] | None) -> Report:
     """Plain weights, replicated by declaration; no reference to compare with."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    group = mesh.get_group("tp")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+    group = mesh.get_group()
     w2 = draw("w2", D, H) + (0.1 if apart and env.rank else 0)
     model = Bag(w1=mine(draw("w1", H, D), mesh, "tp"), w2=w2)
     x = draw("x", T, D)
@@ -157,11 +157,15 @@ def replicas(env: RankEnv, apart: bool) -> Report:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_replicas_that_differ_at_the_start_are_found_without_a_reference(apart: bool) -> None:
-    report = on_ranks(2, replicas, apart)[0]
+@pytest.mark.parametrize("names", [("tp",), None])
+def test_replicas_that_differ_at_the_start_are_found_without_a_reference(
+    apart: bool, names: tuple[str, ...] | None
+) -> None:
+    report = on_ranks(2, replicas, apart, names)[0]
     assert report.measurement is None
-    assert verdicts(report, "w2") == {"tp": Verdict.RANKS_DISAGREE if apart else Verdict.OK}
-    assert verdicts(report, "w1") == {"tp": Verdict.OK}, "a shard may differ"
+    (tp,) = names or ("dim0",)
+    assert verdicts(report, "w2") == {tp: Verdict.RANKS_DISAGREE if apart else Verdict.OK}
+    assert verdicts(report, "w1") == {tp: Verdict.OK}, "a shard may differ"
     assert errors(report) == (["PA205"] if apart else [])
     assert all("0.1" not in f.message or "differed by" in f.message for f in of_rule(report, "PA205"))
 
@@ -170,6 +174,55 @@ def test_replicas_that_differ_at_the_start_are_found_without_a_reference(apart: 
 
 
 def wrapped(_env: RankEnv, what: str) -> Report:
+class Handing(torch.optim.Optimizer):
+    """Hands on to others, as torchtitan's container and Accelerate's wrapper do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first, *rest = model.parameters()
+        self.optimizers = [torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.01)]
+        super().__init__(list(model.parameters()), {})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def stepped(_env: RankEnv, what: str) -> tuple[Report, list[int]]:
+    """The report, and how many states each inner optimizer of the user's has afterwards."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x, y = draw("x", T, D, scale=1), draw("y", T, D)
+    theirs = made()
+    model: Any = DistributedDataParallel(made())
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = Handing(model) if what == "handing on" else adam
+
+    def step() -> torch.Tensor:
+        rows = mine(x, mesh, "dp").requires_grad_(what == "checkpointed")
+        out = checkpoint(model, rows, use_reentrant=True) if what == "checkpointed" else model(rows)
+        return (out - mine(y, mesh, "dp")).square().mean()
+
+    report = audit(
+        step,
+        model,
+        mesh=mesh,
+        inputs=(x, y),
+        batch_placements={"dp": Shard(0)},
+        optimizer=optimizer,
+        reference=lambda: (theirs, lambda: loss_of(theirs)),
+    )
+    return report, [len(o.state) for o in getattr(optimizer, "optimizers", [optimizer])]
+
+
+@pytest.mark.parametrize("what", ["its own", "handing on", "checkpointed"])
+def test_an_optimizer_of_the_wrapped_model_s_parameters_is_measured(what: str) -> None:
+    for report, states in on_ranks(2, stepped, what):
+        assert report.measurement is not None, report.trace.run.notes
+        assert report.exit_status == 0, [f.message for f in report.findings]
+        assert all(p.step_error < 1e-6 for p in report.measurement.params)
+        assert any(p.step_error > 0 for p in report.measurement.params), "it stepped"
+        assert not any(states), "and left the user's own as it was"
+
+
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     x, y = draw("x", T, D, scale=1), draw("y", T, D)
     model, theirs = made(), made()

@@ -146,6 +146,48 @@ def test_declared_shards_need_no_sum_and_undeclared_ones_do() -> None:
 
 # --------------------------------------------------------------------------- several ranks played
 
+def test_a_mesh_whose_dims_have_no_names_gets_some() -> None:
+    fake_mesh(tp=2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallel_ffn(mesh)
+    report = audit(lambda: model(draw("x", T, D)).square().mean(), model)
+    assert report.trace.mesh.dim_names == ("dim0",)
+    assert verdicts(report, "2.bias") == {"dim0": Verdict.OK}
+
+    plain, x = Bag(w=draw("w", H, D)), draw("x", T, D)
+    step = lambda: F.linear(x, plain.w).square().mean()  # noqa: E731
+    batch = audit(step, plain, mesh=mesh, batch_placements=[Shard(0)], inputs=(x,))
+    assert verdicts(batch, "w") == {"dim0": Verdict.LOST_REDUCTION}
+    for shard in ({"dim0": Shard(0)}, [Shard(0)]):
+        declared = audit(step, plain, mesh=mesh, declared={"w": shard})
+        assert [str(p.layout) for p in declared.trace.params] == ["dim0=Shard(0)"]
+
+
+@pytest.mark.parametrize("at", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("how", ["audit", "watch"])
+def test_attention_on_dtensors_runs_on_the_cpu(at: Any, how: str) -> None:
+    """Torch has a sharding rule for the GPU's fused attention, none for the CPU's."""
+    mesh = fake_mesh(tp=2)
+    model = Bag(**{n: laid_out(draw(n, 2, 4, T, D), mesh, at) for n in "qkv"})
+
+    def step() -> torch.Tensor:
+        out = F.scaled_dot_product_attention(model.q, model.k, model.v, is_causal=True)
+        assert out.placements == (at,)
+        return out.square().sum()
+
+    if how == "audit":
+        report = audit(step, model)
+    else:
+        with watch(model) as seen:
+            step().backward()
+        report = seen.report()
+    assert [verdicts(report, n) for n in "qkv"] == [{"tp": Verdict.OK}] * 3
+    assert not report.findings
+    other = laid_out(draw("other", 2, 4, T + 1, D), mesh, at)
+    with pytest.raises(NotImplementedError, match="flash_attention_for_cpu"):
+        F.scaled_dot_product_attention(other, other, other, is_causal=True)  # as it was
+
+
 
 def by_rank() -> Job:
     """Each rank uses its own rows of what all have."""
