@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,12 @@ from placement_audit.engine.world import World
 from placement_audit.errors import IncompleteError, UsageError
 from placement_audit.job import Job
 from placement_audit.model import REPLICATE, Placement
-from placement_audit.userstep import Step, updater
+from placement_audit.userstep import Step, unwrapped, updater
+
+_NO_REFERENCE = (
+    "not measured: there is nothing to measure against. Give the job a reference, a function that makes the same "
+    "model and step on one device."
+)
 
 
 def case_of(job: Job) -> Case:
@@ -41,6 +47,11 @@ def case_of(job: Job) -> Case:
     if not isinstance(job.model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got {type(job.model).__name__}.")
     _check_callable("step", job.step)
+    if any(isinstance(m, FullyShardedDataParallel) for m in job.model.modules()):
+        raise UsageError(
+            "model: it holds FullyShardedDataParallel (FSDP1), whose flat parameters have no placements to judge. "
+            "Shard it with torch.distributed.fsdp.fully_shard."
+        )
     model = unwrapped(job.model)
     name = job.name or type(model).__name__
     if not any(p.requires_grad for p in model.parameters()):
@@ -77,15 +88,6 @@ def case_of(job: Job) -> Case:
     except ValueError as error:
         raise UsageError(f"declared: {error}.") from None
     return case
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, whose names begin with "module."."""
-    return model.module if _is_wrapper(model) else model
-
-
-def _is_wrapper(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
-    return isinstance(model, DistributedDataParallel)
 
 
 def reference_of(

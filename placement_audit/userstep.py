@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -83,6 +84,8 @@ class Step:
             seeds = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or ())
             seeds += [None] * (len(roots) - len(seeds))
             with unwatched():
+            if in_backward():  # a part of a forward that is taken again (reentrant checkpointing), no loss
+                return original(tensors, grad_tensors, *args, **kwargs)
                 for root, seed in zip(roots, seeds, strict=True):
                     value = root.detach() if seed is None else (root * seed).sum()
                     self._roots.append(value * self._scale)  # a tensor of its own
@@ -127,7 +130,8 @@ def updater(
             torch.optim.SGD(params, lr=_LEARNING_RATE).step()
             return None
         if isinstance(own, torch.optim.Optimizer):
-            return _stepped(copy_of(own, _names(model if own is optimizer else whose), whose))
+            names = _names(unwrapped(model if own is optimizer else whose))
+            return _stepped(copy_of(own, names, unwrapped(whose)))
         return _stepped(own(whose))
 
     return update
@@ -137,7 +141,20 @@ def _check(optimizer: Any) -> None:
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return
     wanted = "expected a torch optimizer, or a function of the model"
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's model inside DistributedDataParallel, whose names begin with "module."."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
     if not callable(optimizer):
+    wanted = "expected a torch optimizer, or a function of the model"
+    # Importing torch.distributed.optim compiles the optimizers of its own: who has one has imported it.
+    sharding = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if sharding is not None and isinstance(optimizer, sharding.ZeroRedundancyOptimizer):
+        raise UsageError(
+            f"optimizer: {wanted} that steps whole parameters; ZeroRedundancyOptimizer cannot take one device's step. "
+            f"Give the one that it shards: lambda model: {optimizer._optim_constructor.__name__}(model.parameters())."
+        )
         raise UsageError(f"optimizer: {wanted}; got {type(optimizer).__name__}.")
     try:
         inspect.signature(optimizer).bind(nn.Module())
@@ -179,7 +196,7 @@ def copy_of(optimizer: torch.optim.Optimizer, names: dict[int, str], model: nn.M
     """
     params = {clean_fqn(n): p for n, p in model.named_parameters()}
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.update({k: _copied(v, names, model) for k, v in optimizer.__dict__.items()})
     twin.state = defaultdict(dict)
     groups = []
     for group in optimizer.param_groups:
@@ -192,3 +209,14 @@ def copy_of(optimizer: torch.optim.Optimizer, names: dict[int, str], model: nn.M
         groups.append({**group, "params": [params[names[id(p)]] for p in group["params"]]})
     twin.param_groups = groups
     return twin
+
+
+def _copied(value: Any, names: dict[int, str], model: nn.Module) -> Any:
+    """What an optimizer holds, the optimizers in it copied likewise: some only hand on (torchtitan's, Accelerate's)."""
+    if isinstance(value, torch.optim.Optimizer):
+        return copy_of(value, names, model)
+    if isinstance(value, list) and any(isinstance(v, torch.optim.Optimizer) for v in value):
+        return [_copied(v, names, model) for v in value]
+    if type(value) is dict and any(isinstance(v, torch.optim.Optimizer) for v in value.values()):
+        return {k: _copied(v, names, model) for k, v in value.items()}
+    return value

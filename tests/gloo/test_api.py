@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from placement_audit import AuditError, Report, audit
 from placement_audit.config import RankEnv
@@ -146,18 +147,18 @@ def replicas(env: RankEnv, apart: bool, names: tuple[str, ...] | None) -> Report
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
     group = mesh.get_group()
     w2 = draw("w2", D, H) + (0.1 if apart and env.rank else 0)
-    model = Bag(w1=mine(draw("w1", H, D), mesh, "tp"), w2=w2)
+    model = Bag(w1=draw("w1", H, D).chunk(2)[env.rank], w2=w2)
     x = draw("x", T, D)
 
     def step() -> torch.Tensor:
         h = F.linear(Copy.apply(x, group), model.w1)
         return F.linear(Reduce.apply(F.pad(h, (0, H // 2)), group), model.w2).square().mean()
 
-    return audit(step, model, mesh=mesh, declared={"w1": {"tp": Shard(0)}})
+    return audit(step, model, mesh=mesh, declared={"w1": [Shard(0)]})
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("names", [("tp",), None])
+@pytest.mark.parametrize("apart", [False, True])
 def test_replicas_that_differ_at_the_start_are_found_without_a_reference(
     apart: bool, names: tuple[str, ...] | None
 ) -> None:
@@ -173,7 +174,6 @@ def test_replicas_that_differ_at_the_start_are_found_without_a_reference(
 # --------------------------------------------------------------------------- wrappers
 
 
-def wrapped(_env: RankEnv, what: str) -> Report:
 class Handing(torch.optim.Optimizer):
     """Hands on to others, as torchtitan's container and Accelerate's wrapper do."""
 
@@ -223,6 +223,7 @@ def test_an_optimizer_of_the_wrapped_model_s_parameters_is_measured(what: str) -
         assert not any(states), "and left the user's own as it was"
 
 
+def wrapped(_env: RankEnv, what: str) -> Report:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     x, y = draw("x", T, D, scale=1), draw("y", T, D)
     model, theirs = made(), made()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -317,6 +319,21 @@ def _case(**changes: Any) -> Callable[[], object]:
     return call
 
 
+def _fsdp1() -> Report:
+    mesh = fake_mesh(dp=2)
+    model = FullyShardedDataParallel(ffn(), device_id=torch.device("cpu"))
+    return audit(lambda: model(draw("x", T, D)).square().mean(), model, mesh=mesh)
+
+
+def _sharded_optimizer() -> Report:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it scripts optimizers, which torch has deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    mesh, model = fake_mesh(dp=2), ffn()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    return audit(lambda: model(draw("x", T, D)).square().mean(), model, mesh=mesh, optimizer=optimizer)
+
+
 MISUSES: dict[str, tuple[Callable[[], object], str, int]] = {
     "no mesh": (_case(mesh=None), "mesh: none was given, and no parameter is a DTensor", 2),
     "no mesh at all": (_case(mesh=3), "mesh: expected a DeviceMesh, got int.", 2),
@@ -369,6 +386,16 @@ MISUSES: dict[str, tuple[Callable[[], object], str, int]] = {
     "a batch that nobody saw": (
         _case(batch_placements={"tp": Shard(0)}),
         "but the forward of Bag was not called with a tensor",
+        2,
+    ),
+    "a model of FSDP1": (
+        lambda: _fsdp1(),
+        "model: it holds FullyShardedDataParallel (FSDP1), whose flat parameters have no placements to judge.",
+        2,
+    ),
+    "an optimizer that is sharded": (
+        lambda: _sharded_optimizer(),
+        "Give the one that it shards: lambda model: Adam(model.parameters()).",
         2,
     ),
     "a model that fails": (_case(step=lambda: draw("z", 3) @ draw("z", 2)), "failed in forward", 3),
