@@ -12,6 +12,8 @@ from placement_audit import pipeline, suppress, userjob, usermeasure
 from placement_audit.adapters import factory
 from placement_audit.case import Case
 from placement_audit.config import AuditConfig
+from placement_audit.dtensor_rules import with_cpu_attention
+from placement_audit.engine.futures import answered
 from placement_audit.engine.trace import Tracer
 from placement_audit.errors import UsageError
 from placement_audit.job import Job
@@ -189,7 +191,7 @@ def watch(
         )
     seen = Seen()
     tracer = Tracer(case)
-    with tracer.watching():
+    with tracer.watching(), answered(), with_cpu_attention():
         yield seen
     seen._trace = tracer.freeze(pipeline.record_of(_NO_FILE, case, measured=False))
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from placement_audit.model import Placement
 
@@ -66,7 +65,6 @@ class Case:
             (`placement_audit.engine.apart.Varying`); None where no other rank was looked at.
         other_ranks: the ranks that were looked at for it, one a mesh dim.
         replicas_apart: parameter -> how far its replicas are apart, by world mesh dim; None where nobody looked.
-        wrapper: the DistributedDataParallel around the model; else None.
         own_readers: whether `update` has clipping or an optimizer of the job's own, that a trace can follow.
         in_own_dtypes: builds the same case in the dtypes that the job asks for, where this one is in float32
             to be measured; None where there is no difference.
@@ -86,7 +84,6 @@ class Case:
     twin: str = ""
     reference: Callable[[], Reference] | None = None
     update: Callable[[nn.Module, str], float | None] | None = None
-    wrapper: DistributedDataParallel | None = None
     own_readers: bool = False
     in_own_dtypes: Callable[[], Case] | None = None
     declared: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)

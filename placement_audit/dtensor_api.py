@@ -1,7 +1,8 @@
 """Every private torch name that placement-audit uses, in one place, with the versions it was seen in.
 
 Seen in torch 2.10.0 and 2.13.0 unless a line says otherwise. A torch upgrade should break this file and
-no other but `placement_audit.dtensor_rules`, the part of it that is about sharding rules.
+no other but `placement_audit.dtensor_rules` and `placement_audit.ddp_api`, its parts that are about sharding rules and
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ __all__ = [
     "placement_of",
     "rank_map_of",
     "reduce_op_of",
-    "register_comm_hook",
     "registered",
     "relabelling",
     "replaced_everywhere",
@@ -286,15 +286,6 @@ def group_of(arg: object) -> tuple[int, ...] | None:
             return None
         return tuple(dist.get_process_group_ranks(group))
     return None
-
-
-def register_comm_hook(model: Any, state: object, hook: Callable[..., Any]) -> bool:
-    """Give DistributedDataParallel's reducer a hook; False where it has one, for it takes one only."""
-    try:
-        dist._register_comm_hook(model.reducer, state, hook)
-    except RuntimeError:
-        return False
-    return True
 
 
 def reduce_op_of(arg: object) -> str | None:

@@ -5,6 +5,7 @@ Seen in torch 2.13.0. A rule that cannot be asked is no rule: what it is about i
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from placement_audit.dtensor_api import placement_of, unwatched
@@ -58,7 +60,7 @@ def sharding_rule(
         none of ours. None where torch has no rule.
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    with unwatched(), _quiet("torch._subclasses.fake_tensor"):
+    with unwatched(), with_cpu_attention(), _quiet("torch._subclasses.fake_tensor"):
         try:
             mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("ranks",), _init_backend=False)
             info = propagator.op_to_schema_info.get(op)
@@ -71,6 +73,42 @@ def sharding_rule(
     wants = (found.redistribute_schema or schema).args_spec
     outs = found.output_spec if isinstance(found.output_spec, list | tuple) else [found.output_spec]
     return tuple(_plain_placement(s) for s in wants), tuple(_plain_placement(s) for s in outs)
+
+
+@contextmanager
+def with_cpu_attention() -> Generator[None]:
+    """For the duration, the CPU's fused attention has the sharding rule that torch gives the GPU's.
+
+    Torch 2.13 has none: where attention is on DTensors (pytorch/examples' tensor parallel LLaMA), a causal one does not
+    run on the CPU that it is audited on, and another one gathers its heads, which it does not do on GPUs. Heads may
+    be sharded, and the batch where no mask goes with it.
+    Afterwards DTensor has no rule again, and may remember what came of this one for the shapes that it met.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = (propagator.op_strategy_funcs, propagator.op_to_schema_info)
+    aten = torch.ops.aten
+    rules = {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: (3, 2),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (6, 3),
+    }
+    lacking = {op: n for op, n in rules.items() if op not in propagator.op_strategy_funcs}
+    for op, (ins, outs) in lacking.items():
+        register_sharding(op)(functools.partial(_attention_shardings, ins, outs))
+    try:
+        yield
+    finally:
+        for op in lacking:
+            for table in tables:
+                table.pop(op, None)
+
+
+def _attention_shardings(
+    ins: int, outs: int, *args: Any, attn_mask: Any = None, **_kwargs: Any
+) -> list[tuple[list[TorchPlacement], list[TorchPlacement | None]]]:
+    """What `register_sharding` wants of an op whose tensors, ``ins`` and ``outs`` many, are [batch, heads, ...]."""
+    kinds = [Replicate(), Shard(1)] + ([Shard(0)] if attn_mask is None else [])
+    rest = [None] * (len(args) - ins)
+    return [([kind] * outs, [*[kind] * ins, *rest]) for kind in kinds]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from placement_audit.case import Case, Reference, dim_names
 from placement_audit.config import near_miss
 from placement_audit.dtensor_api import clean_fqn, placement_of, root_mesh, spec_of
-from placement_audit.engine.reducer import running
+from placement_audit.engine.reducer import make_runnable
 from placement_audit.engine.world import World
 from placement_audit.errors import IncompleteError, UsageError
 from placement_audit.job import Job
@@ -64,21 +64,20 @@ def case_of(job: Job) -> Case:
     device_type = "meta" if any(p.is_meta for p in model.parameters()) else world.device_type
     made: list[tuple[nn.Module, Any]] = []
     step = Step(job.step, "step")
-    wrapper = job.model if _is_wrapper(job.model) else None
-    run = running(wrapper, step) if wrapper is not None and dist.get_backend() == "fake" else step
+    if isinstance(job.model, DistributedDataParallel):
+        make_runnable(job.model)  # what it cannot be is said before anything runs
     case = Case(
         name=name,
         model=model,
         mesh=world,
         batch_dims=batch_dims,
         inputs=inputs,
-        step=run,
+        step=step,
         device_type=device_type,
         backend=_backend(device_type),
         reduce_dtype=None if job.reduce_dtype is None else str(job.reduce_dtype).removeprefix("torch."),
         reference=None if job.reference is None else reference_of(job.reference, made),
         update=updater(job.model, job.optimizer, lambda: made[-1] if made else None),
-        wrapper=wrapper,
         own_readers=job.optimizer is not None,
         declared=_declared(job.declared or {}, model, given, names),
         catching=None if inputs else _catching(job.model, name, bool(batch_dims)),

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from placement_audit.dtensor_api import clean_fqn, local_of, unwatched
+from placement_audit.dtensor_api import clean_fqn, in_backward, local_of, unwatched
+from placement_audit.dtensor_rules import with_cpu_attention
+from placement_audit.engine.futures import answered
+from placement_audit.engine.reducer import runnable
 from placement_audit.errors import UsageError
 
 _LEARNING_RATE = 0.1
@@ -43,7 +47,7 @@ class Step:
     def __call__(self) -> torch.Tensor:
         """One step; gradients are left in ``.grad``."""
         self._roots = []
-        with self._noted(), torch.enable_grad():
+        with self._noted(), answered(), runnable(), with_cpu_attention(), torch.enable_grad():
             out = self._step()
             if not self._roots:
                 self._differentiate(out)
@@ -80,12 +84,12 @@ class Step:
         original = torch.autograd.backward
 
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if in_backward():  # a part of a forward that is taken again (reentrant checkpointing), no loss
+                return original(tensors, grad_tensors, *args, **kwargs)
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             seeds = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or ())
             seeds += [None] * (len(roots) - len(seeds))
             with unwatched():
-            if in_backward():  # a part of a forward that is taken again (reentrant checkpointing), no loss
-                return original(tensors, grad_tensors, *args, **kwargs)
                 for root, seed in zip(roots, seeds, strict=True):
                     value = root.detach() if seed is None else (root * seed).sum()
                     self._roots.append(value * self._scale)  # a tensor of its own
@@ -137,16 +141,12 @@ def updater(
     return update
 
 
-def _check(optimizer: Any) -> None:
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return
-    wanted = "expected a torch optimizer, or a function of the model"
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's model inside DistributedDataParallel, whose names begin with "module."."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-    if not callable(optimizer):
+def _check(optimizer: Any) -> None:
     wanted = "expected a torch optimizer, or a function of the model"
     # Importing torch.distributed.optim compiles the optimizers of its own: who has one has imported it.
     sharding = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
@@ -155,6 +155,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
             f"optimizer: {wanted} that steps whole parameters; ZeroRedundancyOptimizer cannot take one device's step. "
             f"Give the one that it shards: lambda model: {optimizer._optim_constructor.__name__}(model.parameters())."
         )
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if not callable(optimizer):
         raise UsageError(f"optimizer: {wanted}; got {type(optimizer).__name__}.")
     try:
         inspect.signature(optimizer).bind(nn.Module())

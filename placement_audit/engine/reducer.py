@@ -1,8 +1,8 @@
 """Lets DistributedDataParallel's reducer run on torch's fake process group, and follows what it does.
 
 The reducer takes the result of its all-reduce out of a future, and the fake process group's futures are empty
-(torch 2.10 to 2.13). So it is given the hook that it would have by default, an average over its group, as a
-collective that is seen like any other; and a hook of the user's is given futures that hold what was reduced.
+(`placement_audit.engine.futures`). So it is given the hook that it would have by default, an average over its
+group, as a collective that is seen like any other.
 
 Buckets, `no_sync` and views of buckets are the reducer's own doing, and run as they are. Where gradients are
 added up over several synchronised backwards, what was reduced before goes through it again: an average leaves it
@@ -12,7 +12,7 @@ alone, a sum counts it once for each rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from placement_audit.dtensor_api import in_backward, register_comm_hook, replaced_everywhere
+from placement_audit.ddp_api import before_forward, builtin_comm_hook, register_comm_hook
+from placement_audit.dtensor_api import in_backward
 from placement_audit.engine.flow import Flow
+from placement_audit.engine.futures import done
 from placement_audit.errors import UsageError
 from placement_audit.model import State, StateKind
 from placement_audit.states import rescaled
@@ -33,55 +35,32 @@ _hooked: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 """Whose reducer has `_average`: a hook is for good."""
 
 
-def running(model: DistributedDataParallel, step: Callable[[], Any]) -> Callable[[], Any]:
-    """The same step, in which the reducer of a model on the fake process group runs.
+def make_runnable(model: DistributedDataParallel) -> None:
+    """See to it that its reducer runs, and can be followed.
 
     Args:
-        model: the wrapper; gets a hook where it has none.
-        step: one forward and backward.
+        model: the wrapper; gets a hook where it has none, on the fake process group.
+
+    Raises:
+        UsageError: its reducer has a hook that cannot be followed.
     """
-    if model not in _hooked and register_comm_hook(model, model.process_group, _average):
+    builtin, fake = builtin_comm_hook(model), dist.get_backend() == "fake"
+    # On the CPU, what C++ chains to a future runs in a thread where no dispatch mode sees it. ALLREDUCE chains nothing.
+    if builtin and (fake or (builtin != "ALLREDUCE" and any(p.is_cpu for p in model.parameters()))):
+        raise UsageError(
+            f"DistributedDataParallel has torch's built-in communication hook {builtin}, in C++, which cannot be "
+            "followed here. Register the one in Python that does the same: "
+            f"torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{builtin.lower()}_hook."
+        )
+    if fake and model not in _hooked and register_comm_hook(model, model.process_group, _average):
         _hooked[model] = None
-
-    @functools.wraps(step)
-    def run() -> Any:
-        try:
-            with _filled_futures():
-                return step()
-        except RuntimeError as error:
-            if "hook result" not in str(error):
-                raise
-            raise UsageError(
-                "DistributedDataParallel has a communication hook whose result the fake process group cannot give "
-                "(one of torch's built-in ones, in C++). Trace the model without it, or run on real ranks."
-            ) from error
-
-    return run
 
 
 @contextmanager
-def _filled_futures() -> Generator[None]:
-    """All-reduces on the fake process group give futures that hold what was reduced, as on others."""
-    made: WeakKeyDictionary[dist.Work, list[torch.Tensor]] = WeakKeyDictionary()
-    all_reduce, get_future = dist.all_reduce, dist.Work.get_future
-
-    @functools.wraps(all_reduce)
-    def reduced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = all_reduce(tensor, *args, **kwargs)
-        if work is not None:
-            made[work] = [tensor]
-        return work
-
-    def future(self: dist.Work) -> Any:
-        found = get_future(self)
-        return _done(made[self]) if self in made and found.value() is None else found
-
-    with replaced_everywhere({all_reduce: reduced}):
-        dist.Work.get_future = future
-        try:
-            yield
-        finally:
-            dist.Work.get_future = get_future
+def runnable() -> Generator[None]:
+    """For the duration, the reducer of each model that runs is made runnable before it does."""
+    with before_forward(make_runnable):
+        yield
 
 
 @dataclass(slots=True)
@@ -93,21 +72,17 @@ class _Parts:
     both: int
 
 
-class Averages:
-    """The gradients that a reducer goes through, over one trace."""
+class Reducers:
+    """The reducers that run in one trace, and the gradients that go through them."""
 
-    def __init__(self, flow: Flow, model: DistributedDataParallel) -> None:
+    def __init__(self, flow: Flow) -> None:
         """See the class.
 
         Args:
             flow: knows the states.
-            model: the wrapper.
         """
         self._flow = flow
-        self._model = model
-        ranks = tuple(dist.get_process_group_ranks(model.process_group))
-        self._dims = flow.world.dims_of_ranks(ranks) or ()
-        self._parts: dict[int, _Parts] = {}
+        self._of: WeakKeyDictionary[DistributedDataParallel, _Averages] = WeakKeyDictionary()
 
     @contextmanager
     def installed(self) -> Generator[None]:
@@ -115,24 +90,43 @@ class Averages:
         original = torch.autograd.backward
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if in_backward() or not self._dims:
+            if in_backward():
                 return original(*args, **kwargs)
-            self._part()
+            averages = list(self._of.values())
+            for a in averages:
+                a.part()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._join()
+                for a in averages:
+                    a.join()
 
         torch.autograd.backward = backward
         try:
-            yield
+            with runnable(), before_forward(self._met):
+                yield
         finally:
             torch.autograd.backward = original
 
-    def _part(self) -> None:
+    def _met(self, model: DistributedDataParallel) -> None:
+        if model not in self._of:
+            self._of[model] = _Averages(self._flow, model)
+
+
+class _Averages:
+    """The gradients that a reducer goes through."""
+
+    def __init__(self, flow: Flow, model: DistributedDataParallel) -> None:
+        self._flow = flow
+        self._params = list(model.parameters())
+        ranks = tuple(dist.get_process_group_ranks(model.process_group))
+        self._dims = flow.world.dims_of_ranks(ranks) or ()
+        self._parts: dict[int, _Parts] = {}
+
+    def part(self) -> None:
         """A backward begins: what was reduced before stands aside, for to reduce it is another thing."""
         ledger = self._flow.ledger
-        for p in self._model.parameters():
+        for p in self._params:
             if p.grad is None:
                 self._parts.pop(id(p), None)
                 continue
@@ -144,9 +138,9 @@ class Averages:
                 known = self._parts[id(p)] = _Parts(now, ledger.as_grad(ledger.zero), now)
             self._put(p.grad, known.rest)
 
-    def _join(self) -> None:
+    def join(self) -> None:
         ledger = self._flow.ledger
-        for p in self._model.parameters():
+        for p in self._params:
             known = self._parts.get(id(p))
             if known is None or p.grad is None:
                 continue
@@ -178,10 +172,4 @@ class Averages:
 def _average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What the reducer does where it has no hook."""
     dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, group=group)
-    return _done(bucket.buffer())
-
-
-def _done(value: Any) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_result(value)
-    return future
+    return done(bucket.buffer())

@@ -31,7 +31,7 @@ from placement_audit.engine.functions import Functions
 from placement_audit.engine.grads import Grads
 from placement_audit.engine.intercept import Interceptor
 from placement_audit.engine.ledger import Ledger
-from placement_audit.engine.reducer import Averages
+from placement_audit.engine.reducer import Reducers
 from placement_audit.engine.scaling import Scaling
 from placement_audit.engine.updates import Updates
 from placement_audit.engine.world import World
@@ -78,7 +78,7 @@ class Tracer:
         self.functions = Functions(self.interceptor)
         self.grads = Grads(self.interceptor, self._params, case.batch_dims, case.model)
         self.updates = Updates(self.flow, self._params, self.grads)
-        self._averages = Averages(self.flow, case.wrapper) if case.wrapper is not None else None
+        self._reducers = Reducers(self.flow)
         self.flow.traffic.on_reduced = self._reduced
         self.flow.on_written = self._written
         self._scaling = Scaling(self.interceptor, case.batch_dims)
@@ -121,8 +121,7 @@ class Tracer:
             )
             stack.enter_context(self.interceptor.installed())
             stack.enter_context(self.functions.installed())
-            if self._averages is not None:
-                stack.enter_context(self._averages.installed())
+            stack.enter_context(self._reducers.installed())
             stack.enter_context(self.grads.installed())
             stack.enter_context(self.flow)
             yield

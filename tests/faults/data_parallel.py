@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -436,6 +437,29 @@ def _summed(group, bucket):  # torch looks at annotations
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def _averaged_later(group, bucket, times=1):
+    """As hooks that compress do: what comes back is written where the gradients are, once it is there."""
+    buffer, sent = bucket.buffer(), bucket.buffer().clone()
+
+    def written(future):
+        buffer.copy_(future.value()[0])
+        for _ in range(times):
+            buffer.div_(group.size())
+        return buffer
+
+    return dist.all_reduce(sent, group=group, async_op=True).get_future().then(written)
+
+
+def _divided_twice(group, bucket):
+    return _averaged_later(group, bucket, times=2)
+
+
+def _gathered(group, bucket):
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(group.size())]
+    work = dist.all_gather(parts, bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: torch.stack(future.value()).mean(0))
+
+
 def _left_alone(_group, bucket):
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -445,6 +469,9 @@ def _left_alone(_group, bucket):
 _HOOKS = {
     "sum hook": _summed,
     "average hook": default_hooks.allreduce_hook,
+    "hook that writes later": _averaged_later,
+    "hook that divides twice": _divided_twice,
+    "hook that gathers": _gathered,
     "hook without a reduction": _left_alone,
 }
 
@@ -452,11 +479,15 @@ _HOOKS = {
 def _reducer(mesh: DeviceMesh, variant: str) -> Job:
     x, y = draw("x", 2 * N, T, D, scale=1), draw("y", 2 * N, T, H)
     group = mesh.get_group("dp")
-    model = DistributedDataParallel(
-        _Affine(),
-        process_group=group,
-        gradient_as_bucket_view="views" in variant,
-        bucket_cap_mb=1e-4 if "many buckets" in variant else None,
+    more = {
+        "gradient_as_bucket_view": "views" in variant,
+        "bucket_cap_mb": 1e-4 if "many buckets" in variant else None,
+    }
+    composed = "composed" in variant  # as torchtitan does it
+    model: Any = (
+        replicate(_Affine(), device_mesh=mesh, **more)
+        if composed
+        else DistributedDataParallel(_Affine(), process_group=group, **more)
     )
     hook = next((h for name, h in _HOOKS.items() if name in variant), None)
     if hook is not None:
@@ -472,7 +503,9 @@ def _reducer(mesh: DeviceMesh, variant: str) -> Job:
         for i, batch in enumerate(own):
             last = i == len(own) - 1
             apart = not (last or "each time" in variant) or "never" in variant
-            with model.no_sync() if apart else nullcontext():
+            if composed:
+                model.set_requires_gradient_sync(not apart)
+            with model.no_sync() if apart and not composed else nullcontext():
                 (loss_of(model, *batch) * weight).backward()
         if "again" in variant:
             for p in model.parameters():
@@ -507,6 +540,13 @@ REDUCER = Family(
         "own mean, averaged each time in many buckets": RIGHT,
         "own mean, average hook": RIGHT,
         "own mean, average hook each time": RIGHT,
+        "own mean, hook that writes later": RIGHT,
+        "own mean, hook that writes later, in many buckets": RIGHT,
+        "own mean, hook that divides twice": Expect(scale=0.5, gradients=_OFF),
+        "own mean, hook that gathers": RIGHT,
+        "own mean, composed": RIGHT,
+        "own mean, composed, each time": RIGHT,
+        "own mean, composed, never synchronised": Expect(gradients=lost(*_ALL, on="dp")),
         "global mean, sum hook": RIGHT,
         "global mean, averaged": Expect(scale=0.5, rules=("PA209",)),
         "own mean, averaged, and again by hand": Expect(scale=0.5, gradients=_OFF),

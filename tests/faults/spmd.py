@@ -49,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from placement_audit import Job
-from placement_audit.engine.reducer import running
+from placement_audit.engine.reducer import make_runnable
 from tests.faults import functions
 from tests.faults.family import Family
 from tests.trace.worlds import fake_mesh
@@ -109,16 +109,14 @@ def error(family: Family, variant: str, kind: Any, gradients: bool, mode: Mode) 
     mesh = fake_mesh(**family.mesh)
     try:
         job = family.job(mesh, variant)
-        wrapped = isinstance(job.model, DistributedDataParallel)
-        step = (
-            running(job.model, job.step) if wrapped else job.step
-        )  # whose reducer the fake group knows nothing of
+        if isinstance(job.model, DistributedDataParallel):
+            make_runnable(job.model)  # its reducer, of which the fake group knows nothing
         with warnings.catch_warnings(), spmd.set_current_mesh(mesh), replaced(family, mesh):
             warnings.simplefilter("ignore")
             annotate(job, kind)
             # Ours is entered last, so that it comes first.
             with typecheck(mode, local=True), ByHand(job, kind, gradients) as by_hand:
-                loss = step()
+                loss = job.step()
                 if isinstance(loss, torch.Tensor):
                     loss.backward()
                 by_hand.check_gradients()

@@ -146,8 +146,6 @@ def test_declared_shards_need_no_sum_and_undeclared_ones_do() -> None:
     assert audit(step, model, mesh=mesh, declared={"w*": {"tp": Shard(0)}}).exit_status == 0
 
 
-# --------------------------------------------------------------------------- several ranks played
-
 def test_a_mesh_whose_dims_have_no_names_gets_some() -> None:
     fake_mesh(tp=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -189,6 +187,8 @@ def test_attention_on_dtensors_runs_on_the_cpu(at: Any, how: str) -> None:
     with pytest.raises(NotImplementedError, match="flash_attention_for_cpu"):
         F.scaled_dot_product_attention(other, other, other, is_causal=True)  # as it was
 
+
+# --------------------------------------------------------------------------- several ranks played
 
 
 def by_rank() -> Job:

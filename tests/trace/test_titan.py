@@ -57,6 +57,24 @@ def test_stock_is_right(config: str, overrides: tuple[str, ...], params: int) ->
     assert report.trace.readers
 
 
+def test_data_parallel_replicas_alone_are_averaged_by_their_reducer() -> None:
+    """torchtitan's plain models have DistributedDataParallel inside, by `replicate`, on plain tensors."""
+    report = report_on(
+        "fsdp_tp.toml",
+        "--model.name=llama3",
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=1",
+        "--parallelism.tensor_parallel_degree=1",
+    )
+    assert report.exit_status == 0
+    assert {(j.mesh_dim, j.verdict, j.factor) for j in report.judgements} == {
+        ("dp_replicate", Verdict.OK, Fraction(1, 2))
+    }
+    assert {(c.name, c.reduce_op) for c in report.trace.collectives if c.phase == "backward"} == {
+        ("all_reduce", "avg")
+    }
+
+
 @pytest.mark.parametrize("overrides", [(), ("--parallelism.disable_loss_parallel",), TP8], ids=" ".join)
 def test_tp_alone_leaves_the_norms_to_their_readers(overrides: tuple[str, ...]) -> None:
     report = report_on("tp.toml", *overrides)
