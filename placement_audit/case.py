@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placement_audit.model import Placement
 
+
 def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
     """The names of its dims; "dim0", "dim1" and so on where it was made without any, as torch allows."""
     return tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim)))
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Case:
         notes: what the reader of the report must know, whole sentences.
         twin: what was built, where it had to be smaller than the job's own model, in words; "" for that one.
         reference: makes the same job on one device; None where there is no such thing.
+        no_reference: why there is none, a whole sentence; "" where nobody expects one.
         update: clips and steps an optimizer on a model (parallel or the reference) that has its gradients:
             ``update(model, "job")`` with the job's own optimizer, ``update(model, "sgd")`` with plain SGD;
             returns the total norm that clipping reported, None without clipping and on the meta device.
@@ -83,6 +84,7 @@ class Case:
     notes: tuple[str, ...] = ()
     twin: str = ""
     reference: Callable[[], Reference] | None = None
+    no_reference: str = ""
     update: Callable[[nn.Module, str], float | None] | None = None
     own_readers: bool = False
     in_own_dtypes: Callable[[], Case] | None = None

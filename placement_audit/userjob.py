@@ -77,6 +77,7 @@ def case_of(job: Job) -> Case:
         backend=_backend(device_type),
         reduce_dtype=None if job.reduce_dtype is None else str(job.reduce_dtype).removeprefix("torch."),
         reference=None if job.reference is None else reference_of(job.reference, made),
+        no_reference="" if job.reference is not None else _NO_REFERENCE,
         update=updater(job.model, job.optimizer, lambda: made[-1] if made else None),
         own_readers=job.optimizer is not None,
         declared=_declared(job.declared or {}, model, given, names),

@@ -8,19 +8,21 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import nn
 
 from placement_audit import stepfailed
 from placement_audit.case import Case, Reference
-from placement_audit.dtensor_api import local_of
+from placement_audit.dtensor_api import EagerMode, local_of
 from placement_audit.engine.world import World
 from placement_audit.errors import NotMeasurable
 from placement_audit.measure.compare import tolerance, whole
 from placement_audit.measure.declared import as_dtensors
 from placement_audit.measure.exchange import gather
 from placement_audit.measure.labels import coordinates
+from placement_audit.measure.readers import tensors
 from placement_audit.measure.run import prepare
 from placement_audit.measure.weights import parameters, survey
 from placement_audit.userranks import met_by_all
@@ -28,6 +30,9 @@ from placement_audit.userstep import Step
 
 SEED = 2217
 """Of a measurement's weights."""
+
+_UNLIKE = 1e-3
+"""Relative; two runs of one step differ by less, in whatever order a device adds."""
 
 
 def looked_at(case: Case) -> Case:
@@ -52,15 +57,22 @@ def settled(case: Case) -> Case:
     coarse = _coarser(case)
     if coarse:
         note = (
-            f"not measured: the model computes in {coarse}, whose rounding hides faults and looks like them; "
-            "measure it in float32."
+            f"not measured: the step computes or reduces in {coarse}, whose rounding hides faults and looks like "
+            "them; measure it in float32."
         )
-        return replace(looked_at(case), reference=None, notes=(*case.notes, note))
+        return replace(looked_at(case), reference=None, no_reference=note)
     try:
         prepared = prepare(case, seed=SEED)
     except NotMeasurable:
         return looked_at(case)  # said again, and told, where it is measured
-    case, loss = met_by_all(case)
+    case, loss, unlike = met_by_all(case)
+    if unlike > _UNLIKE:
+        note = (
+            f"not measured: taken twice with the same weights, the step leaves other gradients (off by {unlike:.1g}): "
+            "it takes another batch, adds to tensors of its own, or draws random numbers. Give one that can be "
+            "taken again."
+        )
+        return replace(case, reference=None, no_reference=note)
     if not case.batch_dims:
         return replace(case, grad_scale=Fraction(1))
     assert isinstance(loss, torch.Tensor)
@@ -77,26 +89,30 @@ def settled(case: Case) -> Case:
     return replace(case, grad_scale=1 / Fraction(factor), reference=reference)
 
 
+class _Dtypes(EagerMode):
+    """Notes the floating dtypes of what ops make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made |= {x.dtype for x in tensors((out,), {}) if x.is_floating_point()}
+        return out
+
+
 def _coarser(case: Case) -> str:
-    """The dtype that modules put out, where it is coarser than the parameters'; collective, "" for none."""
-    seen: set[torch.dtype] = set()
-
-    def hook(_module: nn.Module, _args: object, out: object) -> None:
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                seen.add(x.dtype)
-
-    finest = min(torch.finfo(p.dtype).eps for p in case.model.parameters() if p.is_floating_point())
-    handles = [m.register_forward_hook(hook) for m in case.model.modules()]
+    """A dtype coarser than float32 that the step computes or reduces in; collective, "" for none."""
+    dtypes = _Dtypes()
     try:
-        with stepfailed.told(case):
+        with stepfailed.told(case), dtypes:
             case.step()
     finally:
-        for h in handles:
-            h.remove()
         for p in case.model.parameters():
             p.grad = None
-    coarse = [str(d).removeprefix("torch.") for d in seen if torch.finfo(d).eps > finest]
+    finest = torch.finfo(torch.float32).eps
+    coarse = [str(d).removeprefix("torch.") for d in dtypes.made if torch.finfo(d).eps > finest]
     return next((c for of_rank in gather(sorted(coarse)) for c in of_rank), "")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from placement_audit import stepfailed
 from placement_audit.case import Case
@@ -13,8 +16,12 @@ from placement_audit.engine.apart import Met, Numbers, Stream, Varying, differen
 from placement_audit.engine.second_rank import told
 from placement_audit.engine.trace import Tracer
 from placement_audit.engine.world import World
+from placement_audit.measure.compare import local_part, ratio
 from placement_audit.measure.exchange import gather
+from placement_audit.measure.fingerprint import LARGEST, Fingerprint, fingerprint
 from placement_audit.measure.labels import coordinates
+
+Prints = dict[str, Fingerprint]
 
 
 def played(build: Callable[[int], Case], rank: int = 0) -> Case:
@@ -30,7 +37,7 @@ def played(build: Callable[[int], Case], rank: int = 0) -> Case:
         return build(as_rank)
 
     numbers: Numbers = {}
-    world, mine, _ = _met(made(rank), numbers)
+    world, mine, *_ = _met(made(rank), numbers)
     differ: dict[int, frozenset[tuple[int, int]]] = {}
     noise: frozenset[tuple[int, int]] | None = None
     notes: list[str] = []
@@ -45,16 +52,18 @@ def played(build: Callable[[int], Case], rank: int = 0) -> Case:
     return _knowing(made(rank), varying(mine, differ), notes, world)
 
 
-def met_by_all(case: Case) -> tuple[Case, Any]:
-    """The case with what differs between the real ranks; collective, runs the step once.
+def met_by_all(case: Case) -> tuple[Case, Any, float]:
+    """The case with what differs between the real ranks; collective, runs the step twice.
 
     Args:
         case: on real ranks.
 
     Returns:
-        (the case, what its step returned).
+        (the case, what its step returned, how far the gradients of its two runs are apart: relative, on the rank
+        where that is most).
     """
-    world, mine, loss = _met(case)
+    world, mine, loss, prints = _met(case)
+    unlike = max(gather(_unlike(prints, _prints(case.model))))
     streams = gather([replace(m, site=_place(m.site)) for m in mine])
     at = coordinates(world)
     tokens = [m.token for m in streams[world.rank]]
@@ -70,7 +79,7 @@ def met_by_all(case: Case) -> tuple[Case, Any]:
                 if seen.parted and r == world.rank:
                     notes.append(told(world.dims[d], seen))
         differ[d] = frozenset(found)
-    return _knowing(case, varying(mine, differ), notes[:1], world), loss
+    return _knowing(case, varying(mine, differ), notes[:1], world), loss, unlike
 
 
 def _line(at: dict[int, tuple[int, ...]], rank: int, d: int) -> list[int]:
@@ -79,15 +88,29 @@ def _line(at: dict[int, tuple[int, ...]], rank: int, d: int) -> list[int]:
     return [r for r, c in at.items() if r != rank and (*c[:d], *c[d + 1 :]) == (*here[:d], *here[d + 1 :])]
 
 
-def _met(case: Case, numbers: Numbers | None = None) -> tuple[World, Sequence[Met], Any]:
-    """(world, the ops of one step, what the step returned)."""
+def _met(case: Case, numbers: Numbers | None = None) -> tuple[World, Sequence[Met], Any, Prints]:
+    """(world, the ops of one step, what the step returned, the gradients of the one before, with real ranks)."""
     with stepfailed.told(case):
         # Once before: what DTensor works out about an op the first time it meets it, it then remembers.
         case.step()
+        prints = {} if case.backend == "fake" else _prints(case.model)
         tracer = Tracer(case)
         stream = tracer.stream = Stream(numbers=numbers)
         loss = tracer.run()
-    return tracer.world, stream.met, loss
+    return tracer.world, stream.met, loss, prints
+
+
+def _prints(model: nn.Module) -> Prints:
+    """Of this rank's gradients, by parameter."""
+    return {n: fingerprint(local_part(p.grad)) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _unlike(before: Prints, after: Prints) -> float:
+    """How far all gradients are apart, relative to their common norm."""
+    if before.keys() != after.keys():
+        return LARGEST
+    gaps = [max(abs(x - y) for x, y in zip(before[n], after[n], strict=True)) for n in before]
+    return ratio(math.hypot(*gaps), math.hypot(*(p[0] for p in before.values()))) if any(gaps) else 0.0
 
 
 def _place(site: Any) -> Any:

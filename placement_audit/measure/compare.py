@@ -28,10 +28,12 @@ def tolerance(dtype: torch.dtype, summands: int) -> float:
     more, and 84 units are allowed: 1e-5 in float32.
 
     Args:
-        dtype: that everything is computed in.
+        dtype: that everything is computed in. One finer than float32 counts as that: a model in float64 has calls in
+            it that compute in float32 (a norm's, a softmax's), and no fault is so small.
         summands: tokens of the global batch.
     """
-    return _up(torch.finfo(dtype).eps * max(_ULPS, math.sqrt(summands)))
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return _up(eps * max(_ULPS, math.sqrt(summands)))
 
 
 def step_tolerance(gradient_tolerance: float) -> float:

@@ -52,16 +52,18 @@ def on_rank0(what: str, work: Callable[[], T]) -> T | None:
 
 
 def from_rank0(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor, on every rank.
+    """Rank 0's tensor, on every rank; no coarser than float32.
 
     Args:
         x: rank 0's, of the global shape; not read on the others.
-        like: a parameter or its gradient, for shape, dtype and device.
+        like: a parameter or its gradient, alike on all ranks, for shape, dtype and device.
     """
+    # What one device computes in, the other ranks do not know: another dtype than the job's, perhaps.
+    dtype = torch.promote_types(like.dtype, torch.float32)
     if dist.get_rank() == 0:
         assert x is not None
-        sent = x.detach().contiguous()
+        sent = x.detach().to(dtype).contiguous()
     else:
-        sent = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+        sent = torch.empty(like.shape, dtype=dtype, device=like.device)
     dist.broadcast(sent, src=0)
     return sent

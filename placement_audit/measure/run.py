@@ -78,7 +78,8 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
     started = time.perf_counter()
     if case.reference is None or case.update is None or case.backend == "fake" or case.device_type == "meta":
         raise NotMeasurable(
-            "not measured: it takes real ranks with real values, and a model that fits one device."
+            case.no_reference
+            or "not measured: it takes real ranks with real values, and a model that fits one device."
         )
     build = case.reference
     world = World.of(case)
@@ -97,6 +98,11 @@ def prepare(case: Case, *, seed: int, note: Note = _silent) -> Prepared:
             raise NotMeasurable(
                 "not measured: the model on one device has other parameters than the parallel one; only "
                 f"one of them has {', '.join(f'{fqn} {shape}' for fqn, shape in odd[:4])}."
+            )
+        coarse = [f"{fqn} ({p.dtype})" for fqn, p in theirs.items() if _eps(p) > _eps(params[fqn])]
+        if coarse:
+            raise NotMeasurable(
+                f"not measured: the model on one device has coarser parameters than the job: {', '.join(coarse[:4])}."
             )
         weights.part(made.model, case.model)
         weights.fill_reference(theirs, drawn)
@@ -292,6 +298,10 @@ def _dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
     """The coarsest dtype among the parameters."""
     dtypes = {p.dtype for p in params.values() if p.is_floating_point()}
     return max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
+
+
+def _eps(p: torch.Tensor) -> float:
+    return torch.finfo(p.dtype).eps if p.is_floating_point() else 0.0
 
 
 def _tokens(case: Case, world: World) -> int:
