@@ -8,6 +8,7 @@ DistributedDataParallel.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -80,6 +81,8 @@ CORE_DIRS: tuple[str, ...] = (
     f"{_TORCH_DIR}/distributed/tensor/_",
     f"{_TORCH_DIR}/distributed/tensor/placement_types.py",
     f"{_TORCH_DIR}/distributed/tensor/experimental/_func_map.py",
+    # What torch has deprecated, all_gather_into_tensor for one, is called through a wrapper that is not torch's.
+    inspect.getfile(dist.distributed_c10d.deprecated),
 )
 """Where the machinery of DTensor and of collectives lives: never the place that a boundary is blamed on."""
 

@@ -12,7 +12,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from placement_audit.adapters.titan02_device import device_type, init_group
 from placement_audit.case import Case
 from placement_audit.config import AuditConfig, RankEnv, near_miss
+from placement_audit.dtensor_api import replaced_everywhere
 from placement_audit.errors import AuditError, IncompleteError, UsageError
 from placement_audit.failure import Failure
 from placement_audit.job import Job, as_job
@@ -66,8 +68,30 @@ def _made(
 ) -> tuple[Job, Case]:
     world_size = config.world_size or DEFAULT_WORLD_SIZE
     init_group(config, world_size, rank_env, device_type(config, rank_env), fake_rank)
-    job = as_job(_called(make, config), config.factory or "")
+    with _groups_of_this_world():
+        job = as_job(_called(make, config), config.factory or "")
     return job, case_of(job)
+
+
+@contextmanager
+def _groups_of_this_world() -> Generator[None]:
+    """For the duration, groups of processes get the backend that is there, whatever the user asks for.
+
+    A job for GPUs asks for NCCL's, or for gloo's beside them; on the fake process group and on CPU ranks there is one.
+    """
+    original = dist.new_group
+    if dist.get_backend() not in ("fake", "gloo"):
+        yield
+        return
+
+    @functools.wraps(original)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        wanted = inspect.signature(original).bind(*args, **kwargs)
+        wanted.arguments |= {"backend": None, "pg_options": None}
+        return original(*wanted.args, **wanted.kwargs)
+
+    with replaced_everywhere({original: new_group}):
+        yield
 
 
 def find(name: str) -> Callable[..., Any]:

@@ -210,6 +210,47 @@ def test_a_factory_shows_what_one_rank_cannot_see() -> None:
     assert not any("offset taken from the rank" in b for b in report.blind_spots)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("how", ["a group", "a mesh"])
+def test_a_factory_may_ask_for_any_backend(backend: str, how: str) -> None:
+    """Of a fake world there is none but the fake one; a job for GPUs asks for theirs, and for gloo's beside them."""
+
+    def build() -> Job:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        if how == "a group":
+            group = dist.new_group([0, 1], backend=backend)
+        else:
+            other = init_device_mesh("cpu", (2,), mesh_dim_names=("x",), backend_override={"x": backend})
+            group = other.get_group()
+        model, x = Bag(w=draw("w", D)), draw("x", T, D)
+
+        def step() -> None:
+            (x * model.w).sum().backward()
+            dist.all_reduce(model.w.grad, group=group)
+
+        return Job(model=model, mesh=mesh, step=step, inputs=(x,), batch_placements={"dp": Shard(0)})
+
+    report = audit_factory(build)
+    assert verdicts(report, "w") == {"dp": Verdict.OK}
+    assert [c.mesh_dims for c in report.trace.collectives] == [("dp",)]
+
+
+def test_a_call_of_what_torch_has_deprecated_is_the_users() -> None:
+    """Torch's wrapper around it is of typing_extensions, in no folder of torch."""
+    mesh = fake_mesh(tp=2)
+    model, x = Bag(w=draw("w", D)), draw("x", T, D)
+
+    def step() -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_gather_into_tensor(torch.empty(2 * T, D), x)
+        return (x * model.w).sum()
+
+    (gathered,) = audit(step, model, mesh=mesh).trace.collectives
+    assert gathered.call_site is not None
+    assert gathered.call_site.path.endswith("test_api.py"), gathered.call_site.path
+
+
 # --------------------------------------------------------------------------- watching a training loop
 
 
