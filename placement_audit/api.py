@@ -12,14 +12,13 @@ from placement_audit import pipeline, suppress, userjob, usermeasure
 from placement_audit.adapters import factory
 from placement_audit.case import Case
 from placement_audit.config import AuditConfig
-from placement_audit.dtensor_rules import with_cpu_attention
-from placement_audit.engine.futures import answered
 from placement_audit.engine.trace import Tracer
 from placement_audit.errors import UsageError
 from placement_audit.job import Job
 from placement_audit.judge import judge
 from placement_audit.report import render as _render
 from placement_audit.tracing import Trace
+from placement_audit.userstep import as_on_gpus
 from placement_audit.verdicts import Report
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def watch(
         )
     seen = Seen()
     tracer = Tracer(case)
-    with tracer.watching(), answered(), with_cpu_attention():
+    with tracer.watching(), as_on_gpus():
         yield seen
     seen._trace = tracer.freeze(pipeline.record_of(_NO_FILE, case, measured=False))
 

@@ -1,8 +1,8 @@
 """Every private torch name that placement-audit uses, in one place, with the versions it was seen in.
 
 Seen in torch 2.10.0 and 2.13.0 unless a line says otherwise. A torch upgrade should break this file and
-no other but `placement_audit.dtensor_rules` and `placement_audit.ddp_api`, its parts that are about sharding rules and
-DistributedDataParallel.
+no other but `placement_audit.dtensor_rules`, `placement_audit.ddp_api` and `placement_audit.fsdp_api`, its parts that
+are about sharding rules, DistributedDataParallel and FSDP2.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from placement_audit.rules.values import value_contradictions, value_findings, w
 from placement_audit.settle import settled
 from placement_audit.tracing import ParamRecord, Trace
 from placement_audit.verdicts import GOOD, Evidence, Judgement, Outcome, Report, Verdict
-from placement_audit.weigh import Contradiction, weigh
+from placement_audit.weigh import Contradiction, right, weigh
 
 _NUMBERS = (
     "Numbers that differ between ranks without being tensors (an offset taken from the rank) are not seen by "
@@ -96,7 +96,8 @@ def judge(
         apart: parameter -> how far its replicas differed before the step, by mesh dim, where ranks looked at no
             more than that.
     """
-    baseline = {d: _baseline(trace, i, d) for i, d in enumerate(trace.mesh.dim_names)}
+    among = _known_right(measurement)
+    baseline = {d: _baseline(trace, i, d, among) for i, d in enumerate(trace.mesh.dim_names)}
     judgements = tuple(
         _judgement(trace, p, i, d, baseline[d])
         for p in trace.params
@@ -160,11 +161,25 @@ def _disagreeing(trace: Trace, j: Judgement, spreads: tuple[float | None, ...] |
     )
 
 
-def _baseline(trace: Trace, dim: int, name: str) -> Fraction:
+def _known_right(measurement: Measurement | None) -> frozenset[str]:
+    """Parameters whose gradients numbers prove."""
+    if measurement is None:
+        return frozenset()
+    m = measurement
+    return frozenset(p.fqn for p in m.params if m.telling(p) and right(p, m.allowed(p)))
+
+
+def _baseline(trace: Trace, dim: int, name: str, among: frozenset[str]) -> Fraction:
     """The scale that counts as right on a mesh dim.
 
     1, or on a mesh dim that the batch is spread over the average's 1/n where most parameters have it: sum and
     average can't be told apart by placements, only a parameter that differs from the others can.
+
+    Args:
+        trace: of the step.
+        dim: index of the mesh dim.
+        name: of it.
+        among: the parameters to ask, where numbers say whose gradients are right; empty for all.
     """
     if name not in trace.batch_dims:
         return Fraction(1)
@@ -172,7 +187,7 @@ def _baseline(trace: Trace, dim: int, name: str) -> Fraction:
     factors = Counter(
         read_factor(_label(p, name), p.grad.state[dim], size)
         for p in trace.params
-        if p.requires_grad and p.grad
+        if p.requires_grad and p.grad and (not among or p.fqn in among)
     )
     average = Fraction(1, size)
     return average if factors[average] > factors[Fraction(1)] else Fraction(1)

@@ -19,9 +19,17 @@ from placement_audit.dtensor_rules import with_cpu_attention
 from placement_audit.engine.futures import answered
 from placement_audit.engine.reducer import runnable
 from placement_audit.errors import UsageError
+from placement_audit.fsdp_api import dividing_locally
 
 _LEARNING_RATE = 0.1
 """Of plain SGD; any will do, both models take the same."""
+
+
+@contextmanager
+def as_on_gpus() -> Generator[None]:
+    """Run what runs on GPUs with NCCL on the fake process group and on a CPU as well, and so that it is seen."""
+    with answered(), runnable(), with_cpu_attention(), dividing_locally():
+        yield
 
 
 class Step:
@@ -47,7 +55,7 @@ class Step:
     def __call__(self) -> torch.Tensor:
         """One step; gradients are left in ``.grad``."""
         self._roots = []
-        with self._noted(), answered(), runnable(), with_cpu_attention(), torch.enable_grad():
+        with self._noted(), as_on_gpus(), torch.enable_grad():
             out = self._step()
             if not self._roots:
                 self._differentiate(out)

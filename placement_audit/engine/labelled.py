@@ -75,6 +75,11 @@ class Labelled:
                     settled = vector[d] if alone else states.gathered(vector[d])
                 if settled is not vector[d]:
                     plan.append((d, placement, settled))
+            if span is None and not placement.is_replicate():  # of a part of a mesh dim, or of several
+                apart = self.world.dims_apart(spec.mesh, spec.placements)
+                plan += [
+                    (d, placement, s) for d in apart if (s := states.as_part(vector[d])) is not vector[d]
+                ]
         return plan
 
     def _cut(self, spec: Any, ins: list[torch.Tensor]) -> list[tuple[int, State]]:

@@ -6,6 +6,7 @@ how the gradient relates to the true one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from fractions import Fraction
 
@@ -13,6 +14,7 @@ import torch
 
 from placement_audit import states
 from placement_audit.dtensor_api import (
+    TORCH_DIR,
     DTensor,
     accumulating,
     in_backward,
@@ -20,10 +22,18 @@ from placement_audit.dtensor_api import (
     local_of,
     storage_key,
 )
-from placement_audit.engine import forms
+from placement_audit.engine import callsite, forms
 from placement_audit.engine.intercept import Interceptor
 from placement_audit.model import State
 from placement_audit.tracing import Phase
+
+_FSDP_DIR = f"{TORCH_DIR}distributed/fsdp/"
+
+
+def _by_fsdp() -> bool:
+    """Whether FSDP2's reduction makes this call: of a backward it is a part that derives nothing."""
+    site = callsite.take(1)[0]
+    return site is not None and site[0].co_filename.startswith(_FSDP_DIR)
 
 
 class Scaling:
@@ -46,7 +56,10 @@ class Scaling:
         """A tensor was multiplied by a number: by how many ranks, and along which mesh dim?"""
         factor = forms.number(by) if by > 0 else Fraction(1)
         ranks = factor if factor > 1 else 1 / factor if factor else Fraction(1)
-        if ranks == 1 or ranks not in self._flow.world.sizes or isinstance(x, DTensor):
+        if ranks == 1 or isinstance(x, DTensor):
+            return
+        if ranks not in self._flow.world.sizes:
+            self._averaged(x, factor)
             return
         owner, phase = self._interceptor.running()
         function = owner if owner is not None and owner.kind == "autograd_function" else None
@@ -63,7 +76,7 @@ class Scaling:
             # Where the forward scaled too, it is a derivative that is taken.
             if len(off) == 1 and not function.scaled:
                 self._rescale(x, off[0], factor)
-        elif accumulating() is not None or not (in_backward() or in_recompute()):
+        elif accumulating() is not None or not (in_backward() or in_recompute()) or _by_fsdp():
             of_batch = [d for d in fitting if self._batch[d]]
             # What was just summed over the ranks of a batch and no average yet is made one, whatever else is off.
             over = self._reduced.get(storage_key(local_of(x)), ())
@@ -73,6 +86,14 @@ class Scaling:
                 self._rescale(x, at, factor)
             if at not in off:
                 self._before[storage_key(local_of(x))] = factor, at
+
+    def _averaged(self, x: torch.Tensor, factor: Fraction) -> None:
+        """FSDP divides by all data-parallel ranks at once, what it summed over several mesh dims, or over none."""
+        of_batch = [d for d, b in enumerate(self._batch) if b]
+        sizes = [self._flow.world.sizes[d] for d in of_batch]
+        if len(of_batch) > 1 and math.prod(sizes) * factor == 1 and _by_fsdp():
+            for d, size in zip(of_batch, sizes, strict=True):
+                self._rescale(x, d, Fraction(1, size))
 
     def reduced(self, x: torch.Tensor, before: int, after: int) -> int:
         """The state after a reduction that is an average, for what it counts too often was divided before."""

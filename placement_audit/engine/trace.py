@@ -35,6 +35,7 @@ from placement_audit.engine.reducer import Reducers
 from placement_audit.engine.scaling import Scaling
 from placement_audit.engine.updates import Updates
 from placement_audit.engine.world import World
+from placement_audit.fsdp_api import dividing_locally
 from placement_audit.model import State, StateKind
 from placement_audit.tracing import Phase, RunRecord, Trace
 
@@ -122,6 +123,7 @@ class Tracer:
             stack.enter_context(self.interceptor.installed())
             stack.enter_context(self.functions.installed())
             stack.enter_context(self._reducers.installed())
+            stack.enter_context(dividing_locally())
             stack.enter_context(self.grads.installed())
             stack.enter_context(self.flow)
             yield
@@ -135,10 +137,8 @@ class Tracer:
             if declared is not None and not isinstance(p, DTensor):
                 vector = [_INVARIANT if x.is_replicate else _VARYING for x in declared.placements]
             if isinstance(p, DTensor):
-                spec = spec_of(p)
-                for span, placement in zip(world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
-                    for d in span or ():
-                        vector[d] = _INVARIANT if placement.is_replicate() else _VARYING
+                for d in world.dims_apart(spec_of(p).mesh, spec_of(p).placements):
+                    vector[d] = _VARYING
             ledger.put(p, ledger.sid(tuple(vector), grad=False))
             if declared is not None and not isinstance(p, DTensor):
                 self.flow.carry.localised(p, declared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from placement_audit import AuditError, Report, audit
+from placement_audit import AuditError, Job, Report, audit
+from tests.faults import experts
 from tests.faults.family import Bag, draw
 from tests.faults.functions import Copy, Reduce
 from tests.gloo.ranks import on_ranks
@@ -210,6 +212,44 @@ def test_a_step_that_cannot_be_taken_twice_is_not_measured() -> None:
             assert note_of(report).startswith(
                 "not measured: taken twice with the same weights, the step leaves other gradients (off by "
             )
+
+
+# --------------------------------------------------------------------------- sums and averages
+
+
+def _mostly_undivided(_env: Any) -> Report:
+    job = experts.divided(init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp")), first=4.0, last=1.0)
+    return _audited(job)
+
+
+def _audited(job: Job) -> Report:
+    arguments = {f.name: getattr(job, f.name) for f in fields(job)}
+    return audit(arguments.pop("step"), arguments.pop("model"), **arguments)
+
+
+def test_numbers_say_whether_the_many_or_the_few_have_the_right_scale() -> None:
+    """By themselves placements cannot: what most parameters have counts."""
+    for report in on_ranks(4, _mostly_undivided):
+        wrong = {j.param_fqn for j in report.judgements if j.verdict != "ok"}
+        assert wrong == {"second.weight", "last.weight"}
+        assert not any(f.rule_id == "PA901" for f in report.findings)
+
+
+def _on_a_part(_env: Any, factor: float) -> Report:
+    """Experts shared out over halves of dp, and sharded over the other halves: meshes that dp knows nothing of."""
+    dp = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    job = experts.job(dp, other["ep"], other["efsdp"], dp, factor)
+    return _audited(job)
+
+
+@pytest.mark.parametrize("factor", [4.0, 2.0])
+def test_experts_on_a_part_of_a_mesh_dim_are_judged_by_numbers(factor: float) -> None:
+    for report in on_ranks(4, _on_a_part, factor):
+        assert {j.param_fqn for j in report.judgements if j.verdict != "ok"} == (
+            set() if factor == 4 else {"experts.w"}
+        )
+        assert not any(f.rule_id == "PA901" for f in report.findings), "a rank's own expert varies over dp"
 
 
 # --------------------------------------------------------------------------- meshes without names

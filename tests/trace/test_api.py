@@ -163,6 +163,21 @@ def test_a_mesh_whose_dims_have_no_names_gets_some() -> None:
         assert [str(p.layout) for p in declared.trace.params] == ["dim0=Shard(0)"]
 
 
+def test_a_shard_on_a_part_of_a_mesh_dim_is_none_that_all_ranks_have() -> None:
+    mesh = fake_mesh(dp=4)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = Bag(w=laid_out(draw("w", H, D), other["inner"], Shard(0)))
+
+    def step() -> torch.Tensor:
+        rows = model.w.to_local()
+        total = rows.detach().clone()
+        dist.all_reduce(total)  # of what is equal on all ranks this would be no sum to make
+        return (rows * total).sum()
+
+    report = audit(step, model, mesh=mesh)
+    assert of_rule(report, "PA105") == []
+
+
 @pytest.mark.parametrize("at", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("how", ["audit", "watch"])
 def test_attention_on_dtensors_runs_on_the_cpu(at: Any, how: str) -> None:
