@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 
 from placement_audit.model import CallSite
+
+LARGEST = sys.float_info.max
+"""Stands for a difference or an error that is no finite number; JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,15 +102,24 @@ def _met(case: Case, numbers: Numbers | None = None) -> tuple[World, Sequence[Me
 
 def _prints(model: nn.Module) -> Prints:
     """Of this rank's gradients, by parameter."""
-    return {n: fingerprint(local_part(p.grad)) for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: fingerprint(local_part(g)) for n, g in grads.items() if not g.is_meta}
 
 
 def _unlike(before: Prints, after: Prints) -> float:
     """How far all gradients are apart, relative to their common norm."""
     if before.keys() != after.keys():
         return LARGEST
-    gaps = [max(abs(x - y) for x, y in zip(before[n], after[n], strict=True)) for n in before]
-    return ratio(math.hypot(*gaps), math.hypot(*(p[0] for p in before.values()))) if any(gaps) else 0.0
+    # What is no number both times is the same, and wrong for another reason.
+    pairs = {
+        n: [xy for xy in zip(before[n], after[n], strict=True) if any(map(math.isfinite, xy))] for n in before
+    }
+    gaps = [max((abs(x - y) for x, y in of), default=0.0) for of in pairs.values()]
+    return (
+        ratio(math.hypot(*gaps), math.hypot(*(p[0] for p in before.values() if math.isfinite(p[0]))))
+        if any(gaps)
+        else 0.0
+    )
 
 
 def _place(site: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from placement_audit.measurement import Measurement, ParamMeasure
+from placement_audit.measurement import LARGEST, Measurement, ParamMeasure
 from placement_audit.model import State, StateKind
 from placement_audit.tracing import Trace
 from placement_audit.verdicts import GOOD, Evidence, Judgement, Verdict
@@ -202,6 +202,8 @@ def _named_by_numbers(
                 d: (Verdict.RANKS_DISAGREE, None, f"the replicas differed by {spread:.2g} before the step")
             }
     apart = [d for d, s in zip(dims, pm.grad_spread, strict=True) if s is not None and s > m.tolerance]
+    if _no_number(pm):
+        return {}
     if apart:
         reason = "the replicas hold different gradients under one label"
         return dict.fromkeys(apart, (Verdict.LOST_REDUCTION, None, reason))
@@ -223,9 +225,16 @@ def _named_by_numbers(
     return fits if len(fits) == 1 else {}
 
 
+def _no_number(pm: ParamMeasure) -> bool:
+    """Whether the gradient is NaN or infinite somewhere, which says nothing of how replicas differ."""
+    return any(s is not None and s >= LARGEST for s in pm.grad_spread)
+
+
 def _how_wrong(pm: ParamMeasure, m: Measurement) -> str:
     if pm.grad_error is None:
         return "a gradient here and none on one device, or the other way round"
+    if _no_number(pm):
+        return "the gradient is no finite number"
     forward = " (the loss is off too: look at the forward first)" if m.loss_error > m.tolerance else ""
     return f"the numbers differ from one device's, relative error {pm.grad_error:.2g}{forward}"
 
@@ -244,7 +253,8 @@ def _compared(trace: Trace, m: Measurement) -> Iterator[tuple[int, str, str, boo
             ]
         for what, states, spreads in pairs:
             for name, state, spread in zip(trace.mesh.dim_names, states, spreads, strict=True):
-                yield b.index, what, name, state.kind in _EQUAL, spread
+                if spread < LARGEST:  # else it is no number, of which nobody can say whether it is the same
+                    yield b.index, what, name, state.kind in _EQUAL, spread
 
 
 def _values_against_states(trace: Trace, m: Measurement) -> list[Contradiction]:

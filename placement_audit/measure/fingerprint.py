@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,12 +17,10 @@ import torch
 
 from placement_audit.engine.world import World
 from placement_audit.measure.labels import coordinates
+from placement_audit.measurement import LARGEST
 
 Fingerprint = tuple[float, float, float]
 """Frobenius norm and two projections; dimensionless."""
-
-LARGEST = sys.float_info.max
-"""Stands for a difference or an error that is no finite number; JSON has no infinity."""
 
 _BLOCK = 1 << 18
 _WEIGHTS = 4096

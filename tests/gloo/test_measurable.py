@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -185,9 +186,10 @@ def _another_each_time(_env: Any, how: str) -> Report:
         own = x.chunk(2)[rank]
         if how == "a loader":
             own = own.roll(next(batches), -1)
-        if how == "zeroed":
+        if how in ("zeroed", "no number"):
             torch._foreach_zero_(kept)
-        model(own).square().sum().backward()
+        loss = model(own).square().sum()
+        (loss * (math.nan if how == "no number" else 1)).backward()
         for p, main in zip(model.parameters(), kept, strict=True):
             dist.all_reduce(p.grad)
             p.grad = main.add_(p.grad)
@@ -212,6 +214,15 @@ def test_a_step_that_cannot_be_taken_twice_is_not_measured() -> None:
             assert note_of(report).startswith(
                 "not measured: taken twice with the same weights, the step leaves other gradients (off by "
             )
+
+
+def test_gradients_that_are_no_numbers_are_wrong_not_others_each_time() -> None:
+    report = on_ranks(2, _another_each_time, "no number")[0]
+    assert report.measurement is not None
+    assert {(j.verdict, j.reason) for j in report.judgements} == {
+        ("wrong gradient", "the gradient is no finite number")
+    }
+    assert not any(f.rule_id == "PA901" for f in report.findings)
 
 
 # --------------------------------------------------------------------------- sums and averages
