@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from placement_audit.adapters.titan02_kernels import kernels_on
+
 _IGNORE_INDEX = -100
 """torch's own default, which torchtitan's losses use in every release of 0.2.x."""
 
@@ -73,7 +75,8 @@ def run_step(trainer: Any, tokens: torch.Tensor, labels: torch.Tensor, batch_ran
         # 0.2.2: the loss is a sum over this number, the count over all data-parallel ranks.
         ignored = sum(ignored_labels(r, batch_ranks, labels.numel()) for r in range(batch_ranks))
         kwargs["global_valid_tokens"] = float(labels.numel() * batch_ranks - ignored)
-    return trainer.forward_backward_step(input_dict={"input": tokens}, labels=labels, **kwargs)
+    with kernels_on(tokens.device):
+        return trainer.forward_backward_step(input_dict={"input": tokens}, labels=labels, **kwargs)
 
 
 def batch_of(

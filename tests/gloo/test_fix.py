@@ -392,20 +392,6 @@ def test_a_fixed_job_is_clean_and_proven(overrides: tuple[str, ...]) -> None:
     }
 
 
-@contextmanager
-def moe_on_cpu() -> Generator[None]:
-    """What torchtitan's MoE has no CPU kernel for: the router counts integers, tokens are permuted by Triton."""
-    from torchtitan.models.moe import kernels
-
-    histc, fill = torch.histc, kernels.fill_indices_wrapper
-    torch.histc = lambda x, **kwargs: histc(x.float(), **kwargs).to(x.dtype)
-    kernels.fill_indices_wrapper = lambda *args, **_: kernels.fill_indices_cpu(*args[:6])
-    try:
-        yield
-    finally:
-        torch.histc, kernels.fill_indices_wrapper = histc, fill
-
-
 def moe(env: RankEnv) -> dict[tuple[int, str], tuple[str, float]]:
     """deepseek_v3's gradients, fixed against released: placements and difference, by EP degree and parameter."""
     from placement_audit.build import build
@@ -414,7 +400,7 @@ def moe(env: RankEnv) -> dict[tuple[int, str], tuple[str, float]]:
         overrides = ["--model.name", "simple_fsdp.deepseek_v3", "--training.seq_len", "64"]
         overrides += ["--activation_checkpoint.mode", "none"]
         overrides += ["--parallelism.expert_parallel_degree", str(expert_parallel)]
-        with fixed(form), moe_on_cpu():
+        with fixed(form):
             job = load(str(CONFIGS / "fsdp_tp.toml"), overrides=overrides, device="cpu")
             case = build(job, rank_env=env, float32=True)
             case.step()

@@ -57,6 +57,32 @@ def test_stock_is_right(config: str, overrides: tuple[str, ...], params: int) ->
     assert report.trace.readers
 
 
+SHORT = ("--training.seq_len=64", "--activation_checkpoint.mode=none")
+
+
+def test_attention_on_dtensors_runs_on_the_cpu() -> None:
+    """qwen3's heads are DTensors in attention, for which torch has a sharding rule on GPUs alone."""
+    report = report_on("fsdp_tp.toml", "--model.name=qwen3", *SHORT)
+    assert (report.exit_status, {j.verdict for j in report.judgements}) == (0, {Verdict.OK})
+    assert len(report.trace.params) == 91
+
+
+def test_a_router_s_local_gradient_spoils_what_is_before_it() -> None:
+    """torchtitan issue 2387: under TP the router's output leaves DTensor without a word on its gradient.
+
+    Up to 0.2.2; what comes after the last router is right.
+    """
+    report = report_on("fsdp_tp.toml", "--model.name=simple_fsdp.deepseek_v3", *SHORT, device="cpu")
+    wrong = {(j.param_fqn, j.mesh_dim) for j in report.judgements if j.verdict is not Verdict.OK}
+    right = {p.fqn for p in report.trace.params} - {fqn for fqn, _ in wrong}
+    experts = {f"layers.5.moe.experts.w{i}" for i in (1, 2, 3)}
+    shared = {f"layers.5.moe.shared_experts.w{i}.weight" for i in (1, 2, 3)}
+    assert right == experts | shared | {"norm.weight", "output.weight"}
+    assert {d for _, d in wrong} == {"tp"}
+    (place,) = {f.path[0].call_site.code_line for f in of_rule(report, "PA201")}
+    assert ".to_local()" in place
+
+
 def test_data_parallel_replicas_alone_are_averaged_by_their_reducer() -> None:
     """torchtitan's plain models have DistributedDataParallel inside, by `replicate`, on plain tensors."""
     report = report_on(

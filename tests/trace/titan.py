@@ -35,14 +35,15 @@ OTHER_HALF = (
 """What it lacks: the last from_local says the same."""
 
 
-def case_of(config: str, *overrides: str) -> Case:
+def case_of(config: str, *overrides: str, device: str = "auto") -> Case:
     """A job of configs/, built as the command would build it alone."""
-    return build(load(CONFIGS / config, overrides=list(overrides)), rank_env=RankEnv.from_environ({}))
+    job = load(CONFIGS / config, overrides=list(overrides), device=device)
+    return build(job, rank_env=RankEnv.from_environ({}))
 
 
-def report_on(config: str, *overrides: str) -> Report:
+def report_on(config: str, *overrides: str, device: str = "auto") -> Report:
     """Build, trace, judge."""
-    case = case_of(config, *overrides)
+    case = case_of(config, *overrides, device=device)
     return judge(trace_step(case, run_record(case)))
 
 
