@@ -36,7 +36,7 @@ _UNLIKE = 1e-3
 
 
 def looked_at(case: Case) -> Case:
-    """The case with what can be known of the ranks without a reference; collective, runs the step once."""
+    """The case with what can be known of the ranks without a reference; collective, runs the step twice."""
     params = as_dtensors(parameters(case.model), case)
     spread = survey(params, World.of(case), SEED).init_spread
     return replace(met_by_all(case)[0], replicas_apart=spread)
@@ -45,7 +45,7 @@ def looked_at(case: Case) -> Case:
 def settled(case: Case) -> Case:
     """The case that is measured: what differs between ranks known, a reference with the same loss; collective.
 
-    Changes weights, and runs the step once.
+    Changes weights, and runs the step three times.
 
     A user's reference has the loss that is meant. Each rank may have its part of it, or, where all ranks' batches
     count alike, a mean of its own: their sum is then n times what is meant, and the average of the ranks'

@@ -111,15 +111,12 @@ def _unlike(before: Prints, after: Prints) -> float:
     if before.keys() != after.keys():
         return LARGEST
     # What is no number both times is the same, and wrong for another reason.
-    pairs = {
-        n: [xy for xy in zip(before[n], after[n], strict=True) if any(map(math.isfinite, xy))] for n in before
-    }
-    gaps = [max((abs(x - y) for x, y in of), default=0.0) for of in pairs.values()]
-    return (
-        ratio(math.hypot(*gaps), math.hypot(*(p[0] for p in before.values() if math.isfinite(p[0]))))
-        if any(gaps)
-        else 0.0
-    )
+    pairs = [
+        [xy for xy in zip(before[n], after[n], strict=True) if any(map(math.isfinite, xy))] for n in before
+    ]
+    gap = math.hypot(*(max((abs(x - y) for x, y in of), default=0.0) for of in pairs))
+    norm = math.hypot(*(p[0] for p in before.values() if math.isfinite(p[0])))
+    return ratio(gap, norm) if gap else 0.0
 
 
 def _place(site: Any) -> Any:

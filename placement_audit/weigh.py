@@ -201,9 +201,9 @@ def _named_by_numbers(
             return {
                 d: (Verdict.RANKS_DISAGREE, None, f"the replicas differed by {spread:.2g} before the step")
             }
-    apart = [d for d, s in zip(dims, pm.grad_spread, strict=True) if s is not None and s > m.tolerance]
     if _no_number(pm):
         return {}
+    apart = [d for d, s in zip(dims, pm.grad_spread, strict=True) if s is not None and s > m.tolerance]
     if apart:
         reason = "the replicas hold different gradients under one label"
         return dict.fromkeys(apart, (Verdict.LOST_REDUCTION, None, reason))

@@ -66,21 +66,13 @@ class Labelled:
     def _settle_plan(self, spec: Any, sid: int, alone: bool) -> list[tuple[int, Any, State]]:
         """(mesh dim, label, settled state) where label and state differ."""
         vector = self.ledger.vector(sid)
-        plan = []
-        for span, placement in zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True):
-            for d in span or ():
-                if not placement.is_replicate():
-                    settled = states.as_part(vector[d])
-                else:
-                    settled = vector[d] if alone else states.gathered(vector[d])
-                if settled is not vector[d]:
-                    plan.append((d, placement, settled))
-            if span is None and not placement.is_replicate():  # of a part of a mesh dim, or of several
-                apart = self.world.dims_apart(spec.mesh, spec.placements)
-                plan += [
-                    (d, placement, s) for d in apart if (s := states.as_part(vector[d])) is not vector[d]
-                ]
-        return plan
+        apart = self.world.dims_apart(spec.mesh, spec.placements)
+        plan = [(d, placement, states.as_part(vector[d])) for d, placement in apart.items()]
+        if not alone:
+            placed = zip(self.world.dims_of_mesh(spec.mesh), spec.placements, strict=True)
+            whole = [(d, p) for span, p in placed if p.is_replicate() for d in span or ()]
+            plan += [(d, p, states.gathered(vector[d])) for d, p in whole]
+        return [(d, placement, settled) for d, placement, settled in plan if settled is not vector[d]]
 
     def _cut(self, spec: Any, ins: list[torch.Tensor]) -> list[tuple[int, State]]:
         """(mesh dim, state) where an op made parts, or terms, with what is labelled whole and is one term of a sum.

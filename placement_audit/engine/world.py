@@ -137,13 +137,14 @@ class World:
             found = self._of_mesh[id(mesh)] = (mesh, spans)
         return found[1]
 
-    def dims_apart(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> frozenset[int]:
-        """World mesh dims along which ranks hold other parts of a DTensor; all its ranks, or some of them."""
-        apart: set[int] = set()
+    def dims_apart(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> dict[int, Any]:
+        """World mesh dim -> placement, where ranks along it hold other parts of a DTensor: all of them, or some."""
+        apart: dict[int, Any] = {}
         for i, (span, p) in enumerate(zip(self.dims_of_mesh(mesh), placements, strict=True)):
             if not p.is_replicate():
-                apart.update(self.parts_of_ranks(_mesh_dim_ranks(mesh, i)) if span is None else span)
-        return frozenset(apart)
+                dims = self.parts_of_ranks(_mesh_dim_ranks(mesh, i)) if span is None else span
+                apart.update(dict.fromkeys(dims, p))
+        return apart
 
     def layout(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
         """A DTensor's placements, spelled by world mesh dim; the same object each time they are met."""

@@ -17,7 +17,6 @@ from torch.distributed.tensor import Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from placement_audit import Job
-from placement_audit.verdicts import Verdict
 from tests.faults.family import (
     RIGHT,
     Bag,
@@ -25,7 +24,6 @@ from tests.faults.family import (
     Family,
     P,
     R,
-    Wrong,
     doubled,
     draw,
     laid_out,
@@ -34,6 +32,7 @@ from tests.faults.family import (
     off,
     on,
     one_device,
+    unevenly,
 )  # fmt: skip
 from tests.faults.functions import Copy, Reduce, ReduceTwice
 
@@ -523,10 +522,7 @@ def _reducer(mesh: DeviceMesh, variant: str) -> Job:
 
 
 _ALL = ("w", "bias", "gain")
-_OFF = dict.fromkeys(
-    _ALL,
-    Wrong(on="dp", traced=(Verdict.WRONG_SCALE,), measured=(Verdict.WRONG_GRADIENT, Verdict.WRONG_SCALE)),
-)
+_OFF = unevenly(*_ALL)
 
 REDUCER = Family(
     name="DistributedDataParallel",

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from placement_audit import Job
-from placement_audit.verdicts import Verdict
-from tests.faults.family import RIGHT, Expect, Family, Wrong, draw, laid_out, mine
+from tests.faults.family import RIGHT, Expect, Family, draw, laid_out, mine, unevenly
 from tests.faults.functions import Gather, Scatter
 
 N, D, E = 8, 6, 2
@@ -94,15 +93,7 @@ SHARED_OUT = Family(
     mesh={"one": 1, "dp": 2},
     variants={
         "divided by all ranks": RIGHT,
-        "not divided": Expect(
-            gradients={
-                "experts.w": Wrong(
-                    on="dp",
-                    traced=(Verdict.WRONG_SCALE,),
-                    measured=(Verdict.WRONG_SCALE, Verdict.WRONG_GRADIENT),
-                )
-            }
-        ),
+        "not divided": Expect(gradients=unevenly("experts.w")),
     },
     job=_shared_out,
 )
@@ -160,15 +151,7 @@ DIVIDED = Family(
     variants={
         "own mean: by all": RIGHT,
         "global mean: not": RIGHT,
-        "own mean: all but the first by all": Expect(
-            gradients={
-                "first.weight": Wrong(
-                    on="dp",
-                    traced=(Verdict.WRONG_SCALE,),
-                    measured=(Verdict.WRONG_SCALE, Verdict.WRONG_GRADIENT),
-                )
-            }
-        ),
+        "own mean: all but the first by all": Expect(gradients=unevenly("first.weight")),
     },
     job=_divided,
 )

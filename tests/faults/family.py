@@ -85,6 +85,14 @@ def _all(params: tuple[str, ...], on: str, *verdicts: Verdict) -> dict[str, Wron
     return {p: Wrong(on=on, traced=verdicts, measured=verdicts) for p in params}
 
 
+def unevenly(*params: str, on: str = "dp") -> dict[str, Wrong]:
+    """Gradients that are another multiple than the others' are, of which numbers may say no more than that."""
+    wrong = Wrong(
+        on=on, traced=(Verdict.WRONG_SCALE,), measured=(Verdict.WRONG_SCALE, Verdict.WRONG_GRADIENT)
+    )
+    return dict.fromkeys(params, wrong)
+
+
 def off(*params: str, on: str = "tp") -> dict[str, Wrong]:
     """Gradients that are wrong in a way that only values show."""
     return {p: Wrong(on=on, measured=(Verdict.WRONG_GRADIENT,)) for p in params}
